@@ -244,8 +244,7 @@ class ReplayClient:
     def state_dict(self) -> dict[str, Any]:
         """Return the server's state: of the buffer, the limiter, and what may be sent again.
 
-        It crosses as one message, which must arrive within `timeout_s`: save a large buffer at the
-        server.
+        It crosses as one message: save a large buffer at the server.
         """
         memory = self._ask(Kind.STATE_DICT)
         return state_of_bytes(memory, allow_pickle=self._allow_pickle)

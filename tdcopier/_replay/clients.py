@@ -89,9 +89,11 @@ class Clients:
     def _take_all(self) -> None:
         while True:
             try:
-                message = self._requests.next().get()
+                message = self._requests.next(self._limited.end_late()).get()
             except distributed.ChannelClosed:
                 return
+            except TimeoutError:
+                continue
             except Exception as error:  # a message that cannot be read; others can
                 self._note(str(error))
                 continue
@@ -115,8 +117,8 @@ class Clients:
                 client.end()
                 return
 
-            def run() -> None:
-                self._answer(client, request)
+            def run(error: Exception | None = None) -> None:
+                self._answer(client, request, error)
 
             if request.kind in (Kind.EXTEND, Kind.ADD):
                 self._limited.later(Side.INSERT, run, client)
@@ -125,14 +127,16 @@ class Clients:
             else:
                 run()
 
-    def _answer(self, client: ServedClient, request: Request) -> None:
-        """Do what a client asks for, with the lock, and answer."""
+    def _answer(self, client: ServedClient, request: Request, error: Exception | None) -> None:
+        """Do what a client asks for, with the lock, and answer; or answer with an error."""
         if client.is_gone:
             return
         try:
+            if error is not None:
+                raise error
             answer = Answer(request.number, self._do(request))
-        except BaseException as error:  # SystemExit of a transform ends no server
-            answer = Answer.of_error(request.number, error)
+        except BaseException as raised:  # SystemExit of a transform ends no server
+            answer = Answer.of_error(request.number, raised)
         if request.kind not in UNANSWERED:
             client.answer(answer, is_small=_is_small(answer.value))
         elif answer.error:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -25,11 +25,16 @@ class Side(enum.Enum):
     SAMPLE = "sample"
 
 
+Run: TypeAlias = Callable[[Exception | None], None]
+"""Makes a call, or tells of the error that keeps it from being made."""
+
+
 class _Waiting:
     """A call that waits for its turn."""
 
-    def __init__(self, run: Callable[[], None] | None, owner: object) -> None:
+    def __init__(self, run: Run | None, owner: object, timeout_s: float | None) -> None:
         self.run, self.owner, self.begin = run, owner, time.monotonic()
+        self.end = math.inf if timeout_s is None else self.begin + timeout_s
         self.has_waited = False
 
 
@@ -41,8 +46,9 @@ class LimitedBuffer:
     makes them too.
     """
 
-    def __init__(self, buffer: Any, limiter: Limiter) -> None:
+    def __init__(self, buffer: Any, limiter: Limiter, wait_timeout_s: float | None) -> None:
         self.buffer, self.limiter = buffer, limiter
+        self._wait_timeout_s = wait_timeout_s
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._queues: dict[Side, deque[_Waiting]] = {side: deque() for side in Side}
@@ -76,14 +82,19 @@ class LimitedBuffer:
 
         Raises:
             ChannelClosed: the server was closed.
+            TimeoutError: the turn has not come in time.
         """
-        waiting, queue = _Waiting(None, None), self._queues[side]
+        waiting, queue = _Waiting(None, None, self._wait_timeout_s), self._queues[side]
         with self._changed:
             queue.append(waiting)
             try:
                 while not self._is_turn_of(waiting, side):
                     waiting.has_waited = True
-                    self._changed.wait()
+                    left_s = waiting.end - time.monotonic()
+                    if left_s <= 0:
+                        self._note(waiting, side)
+                        raise self._late(side)
+                    self._changed.wait(None if math.isinf(left_s) else left_s)
             finally:
                 queue.remove(waiting)
             self._note(waiting, side)
@@ -92,11 +103,32 @@ class LimitedBuffer:
             finally:
                 self.go_on()
 
-    def later(self, side: Side, run: Callable[[], None], owner: object) -> None:
-        """Make a call, now or in a turn to come. It raises nothing."""
+    def later(self, side: Side, run: Run, owner: object) -> None:
+        """Make a call, now or in a turn to come: `run` is called with None, and raises nothing.
+
+        If the turn does not come in time, it is called with an error, by `end_late`.
+        """
         with self._changed:
-            self._queues[side].append(_Waiting(run, owner))
+            self._queues[side].append(_Waiting(run, owner, self._wait_timeout_s))
             self.go_on()
+
+    def end_late(self) -> float | None:
+        """End calls whose turn has not come in time; return how long until the next may end."""
+        if self._wait_timeout_s is None:
+            return None
+        with self._changed:
+            now, ends = time.monotonic(), math.inf
+            for side, queue in self._queues.items():
+                for waiting in list(queue):
+                    if waiting.run is None:  # a thread ends its wait itself
+                        continue
+                    if waiting.end > now:
+                        ends = min(ends, waiting.end)
+                        continue
+                    queue.remove(waiting)
+                    self._note(waiting, side)
+                    waiting.run(self._late(side))
+            return None if math.isinf(ends) else ends - now
 
     def drop(self, owner: object) -> None:
         """Forget the calls of one that is gone."""
@@ -115,7 +147,7 @@ class LimitedBuffer:
                 run = queue[0].run if queue else None  # None: a thread makes it itself
                 if run is not None and self._may(side):
                     self._note(queue.popleft(), side)
-                    run()
+                    run(None)
                     is_moving = True
         for queue in self._queues.values():
             for waiting in queue:
@@ -143,6 +175,13 @@ class LimitedBuffer:
         size = self.size()
         may = self.limiter.may_insert if side is Side.INSERT else self.limiter.may_sample
         return may(size)
+
+    def _late(self, side: Side) -> TimeoutError:
+        others = "sampled" if side is Side.INSERT else "inserted"
+        return TimeoutError(
+            f"no turn to {side.value} has come in {self._wait_timeout_s:g} s: too few rows are "
+            f"{others}"
+        )
 
     def _note(self, waiting: _Waiting, side: Side) -> None:
         if waiting.has_waited:

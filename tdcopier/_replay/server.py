@@ -53,6 +53,8 @@ class ReplayServer:
         samples_per_insert: float | None = None,
         min_size: int = 1,
         tolerance: float | None = None,
+        wait_timeout_s: float | None = None,
+        state: dict[str, Any] | None = None,
         slots: int | None = None,
         timeout_s: float = 5.0,
         connect_timeout_s: float = 60.0,
@@ -76,6 +78,10 @@ class ReplayServer:
             tolerance: how many rows more or less than that may have been sampled when a call
                 goes on. By default the rows of the largest batch so far, and at least a tenth of
                 those that `min_size` stands for.
+            wait_timeout_s: how long `extend` and `sample` wait for the other side, before they
+                raise a TimeoutError with nothing written or drawn; None: without limit.
+            state: of the server whose place this one takes, from its `state_dict`: no client comes
+                before it is loaded.
             slots: batches of each client that may be here, as for `tdcopier.distributed.receiver`.
             timeout_s: within this time, in seconds, a client that has died or stopped is noticed.
             connect_timeout_s: how long to wait for a client that has joined, and ends meanwhile.
@@ -88,12 +94,16 @@ class ReplayServer:
                 out of range.
         """
         _check(buffer, samples_per_insert, min_size, tolerance)
+        if wait_timeout_s is not None and not wait_timeout_s > 0:
+            raise ValueError(f"wait_timeout_s must be positive, got {wait_timeout_s!r}")
         self._process, self._name, self._allow_pickle = os.getpid(), name, allow_pickle
         self._limited = LimitedBuffer(
-            buffer, Limiter(samples_per_insert, min_size, tolerance, len(buffer))
+            buffer, Limiter(samples_per_insert, min_size, tolerance, len(buffer)), wait_timeout_s
         )
         self._written = Written()
         self._closing, self._closed = threading.Lock(), threading.Event()
+        if state is not None:
+            self.load_state_dict(state)
         self._clients = Clients(
             Place(store, name, timeout_s, host, interface),
             self._limited,
@@ -198,7 +208,10 @@ class ReplayServer:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` has returned."""
+        """Load a state that `state_dict` has returned, in place of all that was written here.
+
+        A server that takes another one's place gets it as `state` when it is made.
+        """
         with self._use() as buffer:
             buffer.load_state_dict(state["buffer"])
             self._limited.limiter.load_state_dict(state["limiter"])

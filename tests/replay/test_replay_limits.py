@@ -95,6 +95,30 @@ def test_the_ratio_is_kept_where_one_side_is_ten_times_too_slow(serve, connect, 
     assert max(waited_s) == waited_s[slow == "actors"] > 0.1
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_call_waits_for_the_other_side_no_longer_than_it_may(serve, connect, threads, is_local):
+    server = serve(samples_per_insert=1.0, min_size=5, tolerance=1, wait_timeout_s=0.3)
+    client = server if is_local else connect(prefetch=0)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"to sample has come in 0\.3 s: too few rows are inser"):
+        client.sample(4)
+    client.extend(rows_of(0, 5))
+    client.extend(rows_of(5, 3))
+    with pytest.raises(
+        TimeoutError, match=r"to insert has come in 0\.3 s: too few rows are sampled"
+    ):
+        client.extend(rows_of(8, 3))
+    assert 0.6 <= time.monotonic() - begin < 5
+    assert server.stats.inserted == 8  # the rows that were late are not written
+    assert server.stats.insert_waits == server.stats.sample_waits == 1
+    writing = threads.submit(client.extend, rows_of(8, 3))
+    assert len((server if is_local else connect(prefetch=0)).sample(4)["number"]) == 4
+    assert len(writing.result(10)) == 3
+    for wrong in (0, -1.0):
+        with pytest.raises(ValueError, match="wait_timeout_s must be positive"):
+            serve(wait_timeout_s=wrong)
+
+
 def test_the_first_sample_waits_for_enough_rows(serve, connect, threads):
     server, client, other = serve(min_size=10), connect(), connect()
     sampling = threads.submit(client.sample)

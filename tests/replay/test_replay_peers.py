@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from replay_peers import ReplayPeer, client_of, server_of
-from replay_support import TIMEOUT_S, checked_rows, count_torn
+from replay_support import TIMEOUT_S, RowBuffer, checked_rows, count_torn
 
 from tdcopier import distributed
 from tdcopier.replay import ReplayServer, ReplayStats
@@ -134,8 +134,7 @@ def test_clients_find_the_next_server_with_the_state_of_the_one_before(store, pe
     state = _asked(peers[0], "state")
     inserted = state["limiter"]["inserted"]
     peers[0].signal(ENDS[how])
-    with server_of(store, 100_000) as server:
-        server.load_state_dict(state)
+    with server_of(store, 100_000, state=state) as server:
         for peer in peers[1:3]:
             source, done, reconnects = peer.told()
             assert (done, reconnects) == (1000, 1)
@@ -179,9 +178,7 @@ def test_a_batch_without_an_acknowledgement_is_not_written_twice(store, monkeypa
             time.sleep(0.01)
         state = first.state_dict()
         first.close(restarts=True)
-        second = server_of(store, 1000)
-        second.load_state_dict(state)
-        return second
+        return server_of(store, 1000, state=state)
 
     with ThreadPoolExecutor() as pool:
         restarting = pool.submit(restart)
@@ -196,6 +193,29 @@ def test_a_batch_without_an_acknowledgement_is_not_written_twice(store, monkeypa
         assert second.state_dict()["written"][client._connection.client].keys() == {2}
 
 
+def test_no_client_comes_before_the_state_is_loaded(store):
+    """What it had written would be gone with the rows that the state replaces."""
+    first = server_of(store, 1000)
+    with client_of(store) as client:
+        client.extend(checked_rows(1, 0, 15))
+        first.close(restarts=True)
+        state = first.state_dict()
+        buffer = RowBuffer(1000)
+        load = buffer.load_state_dict
+
+        def load_late(given: Any) -> None:
+            time.sleep(0.5)  # the client looks for a server meanwhile
+            load(given)
+
+        buffer.load_state_dict = load_late  # type: ignore[method-assign]
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(client.extend, checked_rows(1, 15, 5))
+            options = {"host": "127.0.0.1", "timeout_s": TIMEOUT_S}
+            with ReplayServer(buffer, store=store, state=state, **options) as second:
+                assert writing.result(20).tolist() == [15, 16, 17, 18, 19]
+                assert len(client) == len(second) == 20
+
+
 def test_batches_without_a_wait_are_written_once_by_the_next_server(store):
     first = server_of(store, 1000)
     with client_of(store) as client:
@@ -203,8 +223,7 @@ def test_batches_without_a_wait_are_written_once_by_the_next_server(store):
             client.extend(checked_rows(1, 5 * step, 5), wait=False)
         first.close(restarts=True)
         state = first.state_dict()
-        with server_of(store, 1000) as second:
-            second.load_state_dict(state)
+        with server_of(store, 1000, state=state) as second:
             client.flush()
             assert rows_by_source(second) == {1: list(range(100))}
             assert client.reconnects <= 1  # none, if all answers were there

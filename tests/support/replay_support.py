@@ -101,3 +101,28 @@ def count_torn(rows: Any) -> int:
     """Returns how many rows have another checksum."""
     sums = rows["values"].sum(1) + 7 * rows["number"] + 13 * rows["source"]
     return int((sums != rows["sum"]).sum())
+
+
+def size_of(source: int) -> int:
+    """Returns how many rows a batch of a source has where batches are watched."""
+    return (5, 500)[source % 2]
+
+
+class WatchedBuffer(RowBuffer):
+    """Looks at each batch that is written: whether it is the next one of its source, and whole."""
+
+    def __init__(self, capacity: int, batch_size: int) -> None:
+        super().__init__(capacity, batch_size)
+        self.written: dict[int, int] = {}
+        """Rows by source."""
+        self.wrong: list[str] = []
+
+    def extend(self, data: dict[str, Any], *, update_priority: bool = True) -> torch.Tensor:
+        source, width = int(data["source"][0]), data["values"].shape[1]
+        begin, count = self.written.get(source, 0), size_of(source)
+        wanted = checked_rows(source, begin, count, width)
+        if any(not data[key].equal(rows) for key, rows in wanted.items()):
+            found = data["number"].tolist()
+            self.wrong.append(f"{source} wrote {found[0]} to {found[-1]} where {begin} was next")
+        self.written[source] = begin + count
+        return super().extend(data, update_priority=update_priority)
