@@ -258,15 +258,16 @@ def is_on_the_host(storage: Any) -> bool:
 
 def places(data: Any) -> set[torch.device]:
     """Return the devices of a batch whose leaves can be written to rows as they are, or none."""
-    if type(data) is torch.Tensor:
-        leaves: list[Any] = [data]
-    elif type(data) is TensorDict:
-        leaves = list(data.values(include_nested=True, leaves_only=True))
-    else:
-        return set()
-    if all(type(leaf) is torch.Tensor and not leaf.requires_grad for leaf in leaves):
-        return {leaf.device for leaf in leaves}
-    return set()
+    found: set[torch.device] = set()
+    values = [data]
+    for value in values:
+        if type(value) is torch.Tensor and not value.requires_grad:
+            found.add(value.device)
+        elif type(value) is TensorDict:
+            values += value._tensordict.values()  # four times as fast as its own `values`
+        else:
+            return set()
+    return found
 
 
 class _ReadCounts:
