@@ -18,7 +18,7 @@ from tdcopier._distributed.ends import ChannelClosed, PeerLost
 from tdcopier._distributed.follower import Follower
 from tdcopier._distributed.publisher import Publisher, PublisherStats
 from tdcopier._distributed.receiver import Receiver, ReceiverStats
-from tdcopier._distributed.rendezvous import Address, Options
+from tdcopier._distributed.rendezvous import LONGEST_S, Address, Options
 from tdcopier._distributed.sender import Sender, SenderStats
 from tdcopier._distributed.weights import Weights
 from tdcopier._options import Device
@@ -45,9 +45,6 @@ __all__ = [
     "scatter",
     "sender",
 ]
-
-
-_LONGEST_S = 1e7  # about what the system can wait
 
 
 def sender(
@@ -133,7 +130,7 @@ def receiver(
             and up to 16 while their memory is at most 8 MiB. Those that the device, or a result on
             the host, still reads have memory beside these.
         timeout_s: the time to notice that a sender has died or stopped.
-        connect_timeout_s: how long to wait for a process that has joined, and ends meanwhile.
+        connect_timeout_s: how long to wait for what a process that connects says first.
         host: see `sender`.
         interface: see `sender`.
         allow_pickle: take batches with pickled values, whose code then runs here.
@@ -182,7 +179,7 @@ def publish(
         store: where the processes find each other, as for `sender`.
         name: of the weights in the store.
         timeout_s: within this time, in seconds, a follower that has died or stopped is noticed.
-        connect_timeout_s: how long to wait for a process that has joined, and ends meanwhile.
+        connect_timeout_s: how long to wait for what a process that connects says first.
         host: see `sender`.
         interface: see `sender`.
 
@@ -242,10 +239,8 @@ def _channel(
         ("timeout_s", timeout_s),
         ("connect_timeout_s", connect_timeout_s),
     ):
-        if value is not None and not 0 < value < _LONGEST_S:
-            raise ValueError(
-                f"{what} must be positive, and less than {_LONGEST_S:g}, got {value!r}"
-            )
+        if value is not None and not 0 < value < LONGEST_S:
+            raise ValueError(f"{what} must be positive, and less than {LONGEST_S:g}, got {value!r}")
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool)):
         raise TypeError(f"slots is an int, got {slots!r}")
     if host is not None and interface is not None:

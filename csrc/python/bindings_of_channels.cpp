@@ -15,6 +15,7 @@
 
 #include "base/bell.h"
 #include "base/byte_stream.h"
+#include "base/forks.h"
 #include "engine/channels/link.h"
 #include "engine/channels/message_pool.h"
 #include "python/bindings.h"
@@ -42,7 +43,14 @@ void wait_for_bell(Bell& bell, uint64_t seen, double longest_s) {
   bell.wait(seen, milliseconds_of(longest_s));
 }
 
-std::unique_ptr<Link> make_link(Connection& connection, std::shared_ptr<Bell> bell,
+// A forked child leaks it: its parent's threads may have been waiting in it.
+std::shared_ptr<Bell> make_bell() {
+  return {new Bell, [generation = fork_generation()](Bell* bell) {
+            if (generation == fork_generation()) delete bell;
+          }};
+}
+
+std::shared_ptr<Link> make_link(Connection& connection, std::shared_ptr<Bell> bell,
                                 double timeout_s, double their_timeout_s, bool receives,
                                 size_t slots, bool pinned) {
   if (!connection.stream) throw py::value_error("another link has this connection");
@@ -52,7 +60,14 @@ std::unique_ptr<Link> make_link(Connection& connection, std::shared_ptr<Bell> be
                         .slots = slots,
                         .pinned_for = std::nullopt};
   if (pinned) options.pinned_for = at::getAccelerator(/*checked=*/true);
-  return std::make_unique<Link>(std::move(connection.stream), options, std::move(bell));
+  return {new Link(std::move(connection.stream), options, std::move(bell)),
+          [generation = fork_generation()](Link* link) {
+            if (generation == fork_generation()) {
+              delete link;
+            } else {  // as make_bell()
+              link->let_go();
+            }
+          }};
 }
 
 // A parcel on the host.
@@ -97,7 +112,7 @@ void abandon_link(Link& link) {
 
 void bind_channels(py::module_& m) {
   py::class_<Bell, std::shared_ptr<Bell>>(m, "Bell")
-      .def(py::init<>())
+      .def(py::init(&make_bell))
       .def_property_readonly("count", &Bell::count)
       .def("ring", &Bell::ring)
       .def("wait", guarded(&wait_for_bell));
@@ -111,7 +126,7 @@ void bind_channels(py::module_& m) {
       .def(py::init(guarded(&make_pool)), py::arg("most"), py::kw_only(), py::arg("pinned"))
       .def("take", guarded(&take_memory))
       .def_property_readonly("allocations", &MessagePool::allocations);
-  py::class_<Link>(m, "Link")
+  py::class_<Link, std::shared_ptr<Link>>(m, "Link")
       .def(py::init(guarded(&make_link)), py::arg("connection"), py::arg("bell"), py::kw_only(),
            py::arg("timeout_s"), py::arg("their_timeout_s"), py::arg("receives"), py::arg("slots"),
            py::arg("pinned"))

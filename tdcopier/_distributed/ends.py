@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing import util
 from typing import Any
 
 from typing_extensions import Self
@@ -37,7 +38,11 @@ class End:
         self._bell = _C.Bell()
         """Rings when a link, or this end, has changed."""
         self._is_closed = False
+
+    def _opened(self) -> None:
+        """Close it when the process exits. Called last by constructors."""
         _open_ends.add(self)
+        _close_where_processes_exit()
 
     def _all_links(self) -> Sequence[Link]:
         raise NotImplementedError
@@ -77,6 +82,14 @@ class End:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        if self._is_forked():
+            return f"<{type(self).__name__} of the process that forked this one>"
+        return f"<{type(self).__name__} {self._state()}>"
+
+    def _state(self) -> str:
+        raise NotImplementedError
+
     def __reduce__(self) -> Any:
         raise TypeError(f"a {type(self).__name__} belongs to its process: make one in each")
 
@@ -91,3 +104,13 @@ def _close_at_exit() -> None:
             end.close(timeout_s=end.timeout_s)
         if not end._is_forked():
             end._end()
+
+
+_closing_processes: set[int] = set()
+
+
+def _close_where_processes_exit() -> None:
+    """Close open ends at the end of a process of `multiprocessing` too: it calls no `atexit`."""
+    if os.getpid() not in _closing_processes:
+        _closing_processes.add(os.getpid())
+        util.Finalize(None, _close_at_exit, exitpriority=100)

@@ -43,6 +43,7 @@ class Follower(End):
         """Messages that were taken, and are not written yet."""
         self._updating = threading.RLock()
         self._version = 0
+        self._opened()
 
     @property
     def peer(self) -> str:
@@ -93,9 +94,9 @@ class Follower(End):
             raise TimeoutError(f"the publisher, {self.peer}, has not answered in {timeout_s:g} s")
         self._end()
 
-    def __repr__(self) -> str:
+    def _state(self) -> str:
         state = "closed" if self._is_closed else "lost" if self._link.lost is not None else "open"
-        return f"<Follower of {self.peer}, {state}, version {self._version}>"
+        return f"of {self.peer}, {state}, version {self._version}"
 
     # ---- versions --------------------------------------------------------------------------------
 

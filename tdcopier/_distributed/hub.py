@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 from tdcopier._distributed.ends import End
 from tdcopier._distributed.link import Link
-from tdcopier._distributed.rendezvous import Listener
+from tdcopier._distributed.rendezvous import MOST_PROBLEMS, Listener
 
 
 class Hub(End):
@@ -21,8 +22,8 @@ class Hub(End):
         """Of the links."""
         self._links: list[Link] = []
         """Of the processes that have joined."""
-        self._closed_peers = 0
-        self._lost: list[str] = []
+        self._closed_peers = self._lost_peers = 0
+        self._lost: deque[str] = deque(maxlen=MOST_PROBLEMS)
 
     @property
     def peers(self) -> list[str]:
@@ -32,7 +33,7 @@ class Hub(End):
 
     @property
     def problems(self) -> list[str]:
-        """Why processes were lost, or could not join, in words."""
+        """Why processes were lost, or could not join, in words: the last ones."""
         self._check_process()
         self._open_links()
         with self._lock:
@@ -54,6 +55,7 @@ class Hub(End):
                 if (lost := link.why_lost) is None:
                     self._closed_peers += 1
                 else:
+                    self._lost_peers += 1
                     self._lost.append(lost)
             return [link for link in self._links if not link.has_ended]
 

@@ -1,4 +1,4 @@
-"""Sends a module's weights to the processes that follow it, each over a pair of its own."""
+"""Sends a module's weights to the processes that follow it, each by a connection of its own."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ class Publisher(Hub):
         self._thread = threading.Thread(target=self._run, name="tdcopier-weights", daemon=True)
         self._listener = Listener(options, self._meet)
         self._thread.start()
+        self._opened()
 
     @property
     def version(self) -> int:
@@ -81,9 +82,9 @@ class Publisher(Hub):
         """Counts since it was made."""
         self._check_process()
         with self._lock:
-            open_peers, lost = len(self._open_links()), len(self._lost)
+            open_peers = len(self._open_links())
             counts = (self._messages, self._nbytes, self._parts)
-            return PublisherStats(*counts, open_peers, self._closed_peers, lost)
+            return PublisherStats(*counts, open_peers, self._closed_peers, self._lost_peers)
 
     def publish(self) -> int:
         """Copy the weights, start to send those that have changed, and return the new version.
@@ -141,9 +142,9 @@ class Publisher(Hub):
         self._thread.join()
         super()._end()
 
-    def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"{len(self._open_links())} followers"
-        return f"<Publisher, {state}, version {self._version}>"
+    def _state(self) -> str:
+        state = "closed" if self._is_closed else f"to {len(self._open_links())} followers"
+        return f"{state}, version {self._version}"
 
     # ---- versions --------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class ReceiverStats(NamedTuple):
     refused: int
     """Batches that could not be read, or had another checksum."""
     allocations: int
-    """Times that a slot got new memory: it was too small, or results on the host were kept."""
+    """Times that a batch got new memory: it was larger, or results on the host were kept."""
     open_peers: int
     """Senders now."""
     closed_peers: int
@@ -64,6 +64,7 @@ class Receiver(Hub):
         self._batches = self._nbytes = self._refused = self._allocations = 0
         self._first, self._has_met = 0, False
         self._listener = Listener(options, self._meet)
+        self._opened()
 
     @property
     def stats(self) -> ReceiverStats:
@@ -79,7 +80,7 @@ class Receiver(Hub):
                 self._allocations + sum(link.allocations for link in self._links),
                 open_peers,
                 self._closed_peers,
-                len(self._lost),
+                self._lost_peers,
             )
 
     # ---- batches ---------------------------------------------------------------------------------
@@ -138,18 +139,17 @@ class Receiver(Hub):
                         self._first = (self._first + place + 1) % len(self._links)
                         taken.append(link.peer)
                         return True
-            self._check_open()
+            self._check_open(self._open_links())
         return False
 
-    def _check_open(self) -> None:
+    def _check_open(self, links: Sequence[Link]) -> None:
         if self._is_closed:
             raise ChannelClosed("this receiver is closed")
         if not self._is_for_one:
             return
-        links = self._open_links()
         if self._lost:
             raise PeerLost(self._lost[0])
-        if self._has_met and self._closed_peers and not links:
+        if self._closed_peers and not links:
             raise ChannelClosed("the sender has closed the channel")
 
     # ---- the end ---------------------------------------------------------------------------------
@@ -174,9 +174,9 @@ class Receiver(Hub):
             raise TimeoutError(f"a sender has not answered in {timeout_s:g} s")
         self._end()
 
-    def __repr__(self) -> str:
+    def _state(self) -> str:
         state = "closed" if self._is_closed else f"{len(self._open_links())} senders"
-        return f"<Receiver on {self._device}, {state}, {self._batches} batches>"
+        return f"on {self._device}, {state}, {self._batches} batches"
 
     # ---- senders ---------------------------------------------------------------------------------
 
@@ -184,17 +184,16 @@ class Receiver(Hub):
         with self._lock:
             if self._is_for_one and self._has_met:
                 raise ConnectionError("this receiver has its sender already")
+            link = Link(
+                found,
+                self._bell,
+                self.timeout_s,
+                "sender",
+                receives=True,
+                slots=self._slots,
+                pinned=self._pinned,
+            )
             self._has_met = True
-        link = Link(
-            found,
-            self._bell,
-            self.timeout_s,
-            "sender",
-            receives=True,
-            slots=self._slots,
-            pinned=self._pinned,
-        )
-        with self._lock:
             self._links.append(link)
             if self._is_closed:
                 link.close()

@@ -17,6 +17,8 @@ import struct
 import threading
 import time
 import uuid
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +31,12 @@ if TYPE_CHECKING:
 
 _LOOKS_S = 0.05
 """Between two looks at the store, and whether the listener is to end."""
+_HANDSHAKE_S, _HANDSHAKES = 10.0, 64
+"""How long one may take, and how many there are at a time: others wait."""
+MOST_PROBLEMS = 1000
+"""That are kept; the last ones."""
+LONGEST_S = 1e7
+"""Of a time limit: about what the system can wait."""
 _MARK, _LENGTH = b"tdcopier 3\n", struct.Struct("<I")
 """The first bytes of a connection, and the size of what follows."""
 _MOST_BYTES = 4096
@@ -83,7 +91,8 @@ class Options(NamedTuple):
 class Found(NamedTuple):
     """A connection, and what the other end said of itself."""
 
-    connection: _C.Connection
+    connection: Any
+    """A `_C.Connection`, as soon as it may be used."""
     peer: str
     timeout_s: float
     """How long the other end waits for a sign of life."""
@@ -99,12 +108,15 @@ def join(options: Options, what: str = "receiver") -> Found:
     end = time.monotonic() + options.connect_timeout_s
     found = "is in the store"
     while True:
-        if store.check([key]):
-            told = json.loads(store.get(key))
-            try:
-                return _connect(told, options, max(end - time.monotonic(), _LOOKS_S))
-            except OSError as error:
-                found = f"is in the store, and cannot be reached ({error}),"
+        try:
+            if store.check([key]):
+                # One that is stopped takes the connection and says nothing; the next may come.
+                left_s = min(end - time.monotonic(), options.timeout_s)
+                return _connect(json.loads(store.get(key)), options, max(left_s, _LOOKS_S))
+        except (OSError, ValueError) as error:
+            found = f"is in the store, and cannot be reached ({error}),"
+        except RuntimeError as error:  # of the store, from which it may be gone meanwhile
+            found = f"can be read from the store ({error})"
         if time.monotonic() > end:
             raise ConnectionError(
                 f"{'no' if found == 'is in the store' else 'the'} {what} with the name "
@@ -122,11 +134,14 @@ class Listener:
         Raises:
             OSError: the address cannot be listened at.
         """
-        self._options, self._came = options, came
+        self._options = options
+        self._came = weakref.WeakMethod(came)
+        """It ends if the owner is dropped."""
+        self._handshakes = threading.BoundedSemaphore(_HANDSHAKES)
         self._key = _key(options.name)
         self._ended, self._closing, self._is_closed = threading.Event(), threading.Lock(), False
-        self.failures: list[str] = []
-        """Why processes that have connected could not join."""
+        self.failures: deque[str] = deque(maxlen=MOST_PROBLEMS)
+        """Why processes that have connected could not join; the last ones."""
         family = socket.AF_INET6 if ":" in options.address else socket.AF_INET
         self._socket = socket.create_server((options.address, 0), family=family, backlog=128)
         self._socket.settimeout(_LOOKS_S)
@@ -148,7 +163,7 @@ class Listener:
             if self._is_closed:
                 return
             self._is_closed = True
-        self._socket.close()
+        self._close_socket()
         # In a thread: a store whose process is stopped does not answer.
         removing = threading.Thread(target=self._remove_key, name="tdcopier-store", daemon=True)
         removing.start()
@@ -163,56 +178,84 @@ class Listener:
         except RuntimeError as error:  # the store is gone
             self.failures.append(str(error))
 
+    def _close_socket(self) -> None:
+        with contextlib.suppress(OSError):  # a forked child may have it too: end it there
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
     def _listen(self) -> None:
         while not self._ended.is_set():
+            if self._came() is None:
+                self._close_socket()
+                return
+            if not self._handshakes.acquire(timeout=_LOOKS_S):
+                continue
+            is_met = False
             try:
-                connected, address = self._socket.accept()
+                connected, (address, *_) = self._socket.accept()
+                arguments = (connected, address)
+                meet = threading.Thread(
+                    target=self._meet, args=arguments, name="tdcopier-meet", daemon=True
+                )
+                meet.start()
+                is_met = True
             except TimeoutError:
                 continue
-            except OSError as error:  # for example, too many files are open
-                self.failures.append(str(error))
+            except (OSError, RuntimeError) as error:  # too many files are open, or threads
+                self.failures.append(f"a process could not join: {error}")
                 self._ended.wait(_LOOKS_S)
-                continue
-            arguments = (connected, address[0])
-            threading.Thread(
-                target=self._meet, args=arguments, name="tdcopier-meet", daemon=True
-            ).start()
+            finally:
+                if not is_met:
+                    self._handshakes.release()
 
     def _meet(self, connected: socket.socket, address: str) -> None:
-        with connected:
-            try:
-                connected.settimeout(self._options.connect_timeout_s)
-                about = _read(connected)
+        name = f"a process at {address}"
+        try:
+            with connected:
+                about = _read(connected, min(self._options.connect_timeout_s, _HANDSHAKE_S))
                 if about.get("token") != self._about["token"]:
                     raise ValueError("it knows another token")
-                peer, timeout_s = str(about["peer"]), float(about["timeout_s"])
+                found = _found(about)
+                name = found.peer
                 _write(connected, self._about)
-                connection = _connection_of(connected)
-            except (OSError, ValueError, KeyError) as error:  # for example, it has ended meanwhile
-                self.failures.append(f"a process at {address} could not join: {error}")
-                return
-        try:
-            self._came(Found(connection, peer, timeout_s))
-        except Exception as error:
-            self.failures.append(f"{peer} could not join: {error}")
+                came = self._came()
+                if came is not None:
+                    came(found._replace(connection=_connection_of(connected)))
+        except Exception as error:  # for example, it has ended meanwhile
+            self.failures.append(f"{name} could not join: {error}")
+        finally:
+            self._handshakes.release()
 
 
 def _connect(told: dict[str, Any], options: Options, timeout_s: float) -> Found:
     """Connect to a process that has told where it listens.
 
     Raises:
-        OSError: it does not listen there, or it is another one.
+        OSError, ValueError: it does not listen there, or it is another one.
     """
+    if not {"address", "port", "token"} <= told.keys():
+        raise ValueError("another version has written it")
     is_near = options.address in ("127.0.0.1", "::1")
     source = None if is_near else (options.address, 0)
     where = (told["address"], told["port"])
     with socket.create_connection(where, timeout=timeout_s, source_address=source) as connected:
         _write(connected, {"token": told["token"], **_about(options)})
-        try:
-            about = _read(connected)
-        except ValueError as error:
-            raise ConnectionError(str(error)) from None
-        return Found(_connection_of(connected), about["peer"], about["timeout_s"])
+        found = _found(_read(connected, timeout_s))
+        return found._replace(connection=_connection_of(connected))
+
+
+def _found(about: dict[str, Any]) -> Found:
+    """Return what a process has said of itself, without its connection.
+
+    Raises:
+        ValueError: it has said something else.
+    """
+    peer, timeout_s = about.get("peer"), about.get("timeout_s")
+    if not isinstance(peer, str) or not isinstance(timeout_s, (int, float)):
+        raise ValueError("it says something else")
+    if not 0 < timeout_s < LONGEST_S:
+        raise ValueError(f"its timeout is {timeout_s} s")
+    return Found(None, peer, timeout_s)
 
 
 def _connection_of(connected: socket.socket) -> _C.Connection:
@@ -225,28 +268,30 @@ def _write(connected: socket.socket, about: dict[str, Any]) -> None:
     connected.sendall(_MARK + _LENGTH.pack(len(said)) + said)
 
 
-def _read(connected: socket.socket) -> dict[str, Any]:
+def _read(connected: socket.socket, timeout_s: float) -> dict[str, Any]:
     """Read what the other process says of itself.
 
     Raises:
-        OSError: it says nothing.
+        OSError: it says nothing in time.
         ValueError: it is another program.
     """
-    mark = _read_bytes(connected, len(_MARK))
+    end = time.monotonic() + timeout_s
+    mark = _read_bytes(connected, len(_MARK), end)
     if mark != _MARK:
         raise ValueError("it is no process of a channel, or of another version")
-    (size,) = _LENGTH.unpack(_read_bytes(connected, _LENGTH.size))
+    (size,) = _LENGTH.unpack(_read_bytes(connected, _LENGTH.size, end))
     if size > _MOST_BYTES:
         raise ValueError("it says too much")
-    about = json.loads(_read_bytes(connected, size))
+    about = json.loads(_read_bytes(connected, size, end))
     if not isinstance(about, dict):
         raise ValueError("it says something else")
     return about
 
 
-def _read_bytes(connected: socket.socket, size: int) -> bytes:
+def _read_bytes(connected: socket.socket, size: int, end: float) -> bytes:
     found = b""
     while len(found) < size:
+        connected.settimeout(max(end - time.monotonic(), 1e-3))
         part = connected.recv(size - len(found))
         if not part:
             raise ConnectionError("it has closed the connection")

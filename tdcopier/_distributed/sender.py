@@ -24,7 +24,7 @@ class SenderStats(NamedTuple):
     waits: int
     """Calls that had to wait until the receiver had memory: it was slower."""
     allocations: int
-    """Times that a slot got new memory."""
+    """Times that a batch got new memory."""
 
 
 class Sender(End):
@@ -43,6 +43,7 @@ class Sender(End):
         self._starting = threading.RLock()
         self._slots, self._packer = slots, Packer(slots)
         self._nbytes = self._waits = 0
+        self._opened()
 
     @property
     def peer(self) -> str:
@@ -52,6 +53,7 @@ class Sender(End):
     @property
     def stats(self) -> SenderStats:
         """Counts since it was made."""
+        self._check_process()
         return SenderStats(self._link.sent, self._nbytes, self._waits, self._packer.allocations)
 
     def start(self, batch: Any, *, timeout_s: float | None = None) -> None:
@@ -88,6 +90,7 @@ class Sender(End):
         """Wait until the receiver's process has all batches.
 
         Raises:
+            ChannelClosed: the receiver has closed before it had all of them.
             PeerLost: the receiver has ended, or does not answer.
             TimeoutError: it has not said so in time.
         """
@@ -96,11 +99,13 @@ class Sender(End):
         self._wait_until(lambda: self._link.all_have_arrived or self._link.has_ended, timeout_s)
         if self._is_lost():
             raise PeerLost(self._link.why_lost)
+        if not self._link.all_have_arrived:
+            raise ChannelClosed(f"the receiver, {self.peer}, has closed the channel")
 
     def close(self, timeout_s: float | None = None) -> None:
         """Say that nothing follows, and wait until the receiver's process has all batches.
 
-        May be repeated.
+        A receiver that has closed takes no more of them. May be repeated.
 
         Raises:
             PeerLost: the receiver has ended, or does not answer: batches may be lost.
@@ -117,9 +122,9 @@ class Sender(End):
         if self._is_lost():
             raise PeerLost(self._link.why_lost)
 
-    def __repr__(self) -> str:
+    def _state(self) -> str:
         state = "closed" if self._is_closed else "lost" if self._is_lost() else "open"
-        return f"<Sender to {self.peer}, {state}, {self._link.sent} batches>"
+        return f"to {self.peer}, {state}, {self._link.sent} batches"
 
     # ---- messages --------------------------------------------------------------------------------
 

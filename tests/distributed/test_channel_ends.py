@@ -137,20 +137,29 @@ def connected(store: Any) -> socket.socket:
     told = json.loads(store.get(KEY))
     made = socket.create_connection((told["address"], told["port"]), timeout=5)
     rendezvous._write(made, {"token": told["token"], "peer": "a test", "timeout_s": TIMEOUT_S})
-    rendezvous._read(made)
+    rendezvous._read(made, 5.0)
     return made
 
 
-@pytest.mark.parametrize(
-    "said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, b"tdcopier 3\n\xff\xff\xff\xff", "token"], ids=repr
-)
+STRANGERS: dict[str, Any] = {
+    "says nothing": b"",
+    "another program": b"GET / HTTP/1.1\r\n\r\n" * 9,
+    "too much": b"tdcopier 3\n\xff\xff\xff\xff",
+    "nested without end": b"tdcopier 3\n" + struct.pack("<I", 4000) + b"[" * 4000,
+    "another token": {"token": "another"},
+    "no timeout": {"timeout_s": None},
+    "a timeout that is none": {"timeout_s": -1},
+}
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
 def test_strangers_are_refused_and_hold_up_no_one(store, said):
     options = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
     with distributed.receiver(connect_timeout_s=1.0, **options) as rx:
         told = json.loads(store.get(KEY))
         with socket.create_connection((told["address"], told["port"])) as stranger:
-            if said == "token":
-                rendezvous._write(stranger, {**told, "token": "another"})
+            if isinstance(said, dict):
+                rendezvous._write(stranger, {**told, **said})
             else:
                 stranger.sendall(said)
             with distributed.sender(**options) as tx:
@@ -193,6 +202,107 @@ def test_a_forked_child_cannot_use_an_end(channel):
     assert os.waitpid(child, 0)[1] == 0
     tx.start(1)
     assert rx.next(10).get() == 1
+
+
+def test_threads_close_an_end_at_once(channel):
+    for _ in range(20):
+        tx, rx = channel()
+        tx.start(torch.zeros(10))
+        with ThreadPoolExecutor(4) as pool:
+            for each in [pool.submit(end.close, 5) for end in (tx, rx, tx, rx)]:
+                each.result(10)
+
+
+FORKED = """
+import gc, os, sys, time, torch.distributed as dist
+from tdcopier import distributed
+
+store = dist.HashStore()
+rx = distributed.receiver(store=store, host="127.0.0.1")
+tx = distributed.sender(store=store, host="127.0.0.1")
+tx.start(1)
+assert rx.next(5).get() == 1
+child = os.fork()
+if child == 0:
+    assert repr(tx) == "<Sender of the process that forked this one>"
+    assert repr(rx) == "<Receiver of the process that forked this one>"
+    if sys.argv[1:] == ["drops"]:
+        del tx, rx
+        gc.collect()
+    sys.exit(0)
+end = time.monotonic() + 20
+while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+    assert time.monotonic() < end, "the child does not end"
+    time.sleep(0.01)
+assert ended[1] == 0
+tx.start(2)
+assert rx.next(5).get() == 2
+tx.close(5)
+rx.close(5)
+print("closed")
+"""
+
+
+@pytest.mark.parametrize("drops", [["drops"], []])
+def test_a_forked_child_ends_with_the_ends_of_its_parent(drops):
+    code = f"import sys\nsys.argv[1:] = {drops}\n{FORKED}"
+    assert run_python(code).strip() == "closed"
+
+
+def test_a_receiver_that_only_takes_batches_lets_go_of_its_senders(channel, store):
+    first, rx = channel()
+    for number in range(10):
+        with distributed.sender(store=store, timeout_s=TIMEOUT_S, host="127.0.0.1") as tx:
+            tx.start(number)
+            assert rx.next(10).get() == number
+    first.start(10)
+    assert rx.next(10).get() == 10
+    with pytest.raises(TimeoutError):
+        rx.next(0.1)
+    assert len(rx._links) == 1
+
+
+def test_flush_says_that_the_receiver_has_dropped_batches(channel):
+    tx, rx = channel(slots=4)
+    for _ in range(4):
+        tx.start(torch.zeros(4_000_000))
+    rx.close(timeout_s=10)
+    if not tx._link.all_have_arrived:
+        with pytest.raises(distributed.ChannelClosed, match="has closed the channel"):
+            tx.flush(10)
+    tx.close(10)
+
+
+def test_a_sender_finds_the_receiver_that_comes_after_one_that_is_stopped(store):
+    with socket.create_server(("127.0.0.1", 0)) as stopped:  # it takes connections, and is silent
+        about = {"token": "its", "address": "127.0.0.1", "port": stopped.getsockname()[1]}
+        store.set(KEY, json.dumps(about))
+        options = {"store": store, "timeout_s": 0.5, "connect_timeout_s": 20}
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(distributed.sender, **options)
+            time.sleep(0.3)
+            with distributed.receiver(**options) as rx, joining.result() as tx:
+                tx.start(1)
+                assert rx.next(10).get() == 1
+
+
+EXITS_AFTER_A_FAILURE = """
+import torch.distributed as dist
+from tdcopier import distributed
+store = dist.HashStore()
+rx = distributed.receiver(store=store, host="127.0.0.1")
+tx = distributed.sender(store=store, host="127.0.0.1")
+try:
+    distributed.sender(store=store, name="another", connect_timeout_s=0.1)
+except ConnectionError as error:
+    kept = error
+tx.start(1)
+print("exits")
+"""
+
+
+def test_an_end_that_could_not_be_made_keeps_no_other_from_closing():
+    assert run_python(EXITS_AFTER_A_FAILURE).strip() == "exits"
 
 
 def test_an_open_channel_needs_no_store():

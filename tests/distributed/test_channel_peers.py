@@ -49,7 +49,7 @@ def test_a_sender_that_ends_is_noticed_and_the_others_go_on(store, peers, how):
             assert time.monotonic() - begin < NOTICED_S
             time.sleep(0.01)
         (problem,) = rx.problems
-        assert "has ended or has not answered for 2.5 s" in problem
+        assert problem.endswith("has ended") or "has not answered for 2.5 s" in problem
         with pytest.raises(TimeoutError):
             rx.next(TIMEOUT_S)  # the other one beats
         assert rx.stats.open_peers == 1
@@ -80,7 +80,7 @@ def test_a_receiver_that_ends_is_noticed(store, peers, how, size):
             tx.start(batch_of("test", number, size))
             time.sleep(0.01)
 
-    with pytest.raises(distributed.PeerLost, match="has ended or has not answered"):
+    with pytest.raises(distributed.PeerLost, match=r"has ended|has not answered"):
         start_many()
     assert time.monotonic() - begin < NOTICED_S
     with pytest.raises(distributed.PeerLost):

@@ -325,7 +325,7 @@ def test_ends_belong_to_their_process(ends):
     published = publish({"a": torch.zeros(1)})
     followed = follow({"a": torch.zeros(1)})
     followed.update(timeout_s=10)
-    assert repr(published) == "<Publisher, 1 followers, version 1>"
+    assert repr(published) == "<Publisher to 1 followers, version 1>"
     assert repr(followed) == f"<Follower of {followed.peer}, open, version 1>"
     for end in (published, followed):
         with pytest.raises(TypeError, match="make one in each"):

@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "base/byte_format.h"
-#include "base/forks.h"
 
 namespace tdcopier {
 namespace {
@@ -28,6 +27,7 @@ constexpr uint64_t kSmallBytes = 32 << 10;
 constexpr size_t kFewest = 4, kMost = 16;
 constexpr uint64_t kBytesOfMany = 8 << 20;
 constexpr size_t kSkippedBytes = 64 << 10;
+constexpr uint64_t kMostBytes = 1ULL << 48;  // of a message
 
 static_assert(std::endian::native == std::endian::little,
               "messages are written as memory has them");
@@ -49,7 +49,6 @@ Link::Link(std::unique_ptr<ByteStream> stream, const Options& options, std::shar
     : stream_(std::move(stream)),
       options_(options),
       bell_(std::move(bell)),
-      generation_(fork_generation()),
       pool_(options.pinned_for, kFewest),
       told_at_(std::chrono::steady_clock::now()) {
   static_assert(sizeof(Header) == 32);
@@ -65,14 +64,7 @@ Link::Link(std::unique_ptr<ByteStream> stream, const Options& options, std::shar
 }
 
 Link::~Link() {
-  if (generation_ == fork_generation()) {
-    abandon();
-    return;
-  }
-  // A forked child has none of the threads.
-  for (std::thread* const thread : {&reader_, &writer_}) {
-    new std::thread(std::move(*thread));  // NOLINT(cppcoreguidelines-owning-memory)
-  }
+  abandon();
 }
 
 // ---- messages to the other end -----------------------------------------------------------------
@@ -158,7 +150,7 @@ void Link::post(Item item) {
 
 void Link::write_all() {
   std::unique_lock lock(mutex_);
-  const auto beat = options_.their_timeout / kBeats;
+  const auto beat = std::max(options_.their_timeout / kBeats, std::chrono::milliseconds(1));
   while (!is_abandoned_ && !is_broken_) {
     if (peer_closes_ && !has_told_last_) {  // it drops all that was not begun
       const auto begun =
@@ -166,6 +158,11 @@ void Link::write_all() {
       for (auto each = begun; each != queue_.end(); ++each)
         done_.push_back(std::move(each->memory));
       queue_.erase(begun, queue_.end());
+    }
+    const bool is_between = queue_.empty() || queue_.front().written == 0;
+    if (owes_state_ && is_between && !has_told_last_) {
+      owes_state_ = false;
+      queue_.push_front(Item{header_of(Kind::kState)});
     }
     if (!queue_.empty()) {
       write(lock);
@@ -246,6 +243,7 @@ void Link::read_one(const Header& header) {
         throw MalformedBytes("message " + std::to_string(header.number) + " came, not " +
                              std::to_string(came_) + " of " + std::to_string(told_));
       }
+      if (header.bytes > kMostBytes) throw MalformedBytes("a message has no size");
       largest_ = std::max(largest_, header.bytes);
       if (closes_) {
         ++came_;
@@ -287,9 +285,14 @@ void Link::read(std::span<std::byte> to) {
   const auto look = options_.timeout / kBeats + std::chrono::milliseconds(1);
   for (int silent = 0; !to.empty();) {  // looks: a clock would count while this process is stopped
     const std::optional<size_t> got = stream_->read(to, look);
-    if (got && *got == 0) throw Lost("the connection has ended");
+    if (got && *got == 0) throw Lost("has ended");
     silent = got ? 0 : silent + 1;
-    if (silent == kBeats) throw Lost("nothing has come");
+    if (silent == kBeats) {
+      std::ostringstream text;
+      text << "has not answered for " << std::chrono::duration<double>(options_.timeout).count()
+           << " s";
+      throw Lost(text.str());
+    }
     to = to.subspan(got.value_or(0));
   }
 }
@@ -318,7 +321,13 @@ uint64_t Link::allowed() const {
 void Link::tell() {
   told_ = allowed();
   told_at_ = std::chrono::steady_clock::now();
-  post(Item{header_of(Kind::kState)});
+  // The last state says everything, so there is no need for two.
+  if (queue_.empty() && !is_writing_) {
+    post(Item{header_of(Kind::kState)});
+  } else {
+    owes_state_ = true;
+    wake_.notify_one();
+  }
 }
 
 // Tells of several together, before the other end has used those that it knows of.
@@ -389,8 +398,11 @@ void Link::abandon() {
   lock.lock();
   stopped_.wait(lock, [this] { return running_ == 0; });
   lock.unlock();
-  for (std::thread* const thread : {&reader_, &writer_}) {
-    if (thread->joinable()) thread->join();
+  {
+    const std::lock_guard alone(joining_);
+    for (std::thread* const thread : {&reader_, &writer_}) {
+      if (thread->joinable()) thread->join();
+    }
   }
   bell_->ring();
 }
@@ -417,15 +429,12 @@ void Link::start(std::thread& thread, const char* name, void (Link::*work)()) {
 
 void Link::run(void (Link::*work)()) noexcept {
   interleave();
-  std::ostringstream gone;
-  gone << "has ended or has not answered for "
-       << std::chrono::duration<double>(options_.timeout).count() << " s: ";
   try {
     (this->*work)();
   } catch (const Lost& error) {
-    lose(gone.str() + error.what());
+    lose(error.what());
   } catch (const std::system_error& error) {
-    lose(gone.str() + error.what());
+    lose(std::string("has ended: ") + error.what());
   } catch (const c10::Error& error) {
     lose(std::string("is given up: ") + error.what_without_backtrace());
   } catch (const std::exception& error) {

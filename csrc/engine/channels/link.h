@@ -34,7 +34,8 @@
 
 namespace tdcopier {
 
-// Thread: any. A forked child must not use it, and may destroy it.
+// Thread: any. A forked child has none of its threads, and must neither use nor destroy it;
+// let_go() closes what the child has of the connection.
 class Link {
  public:
   struct Options {
@@ -91,6 +92,8 @@ class Link {
   std::optional<std::string> lost();
   // Ends both threads, whatever the other end does. Blocks: until then.
   void abandon();
+  // In a forked child.
+  void let_go() { stream_.reset(); }
 
  private:
   enum class Kind : uint8_t { kMessage = 1, kState, kAsk, kClose };
@@ -132,10 +135,9 @@ class Link {
   bool may_send_now() const;
   bool is_over() const;
 
-  const std::unique_ptr<ByteStream> stream_;
+  std::unique_ptr<ByteStream> stream_;
   const Options options_;
   const std::shared_ptr<Bell> bell_;
-  const uint32_t generation_;
   MessagePool pool_;  // guarded by mutex_, as all below
 
   Mutex mutex_;
@@ -150,9 +152,10 @@ class Link {
   std::deque<Message> here_;
   uint64_t came_ = 0, taken_ = 0, told_ = 0, largest_ = 0;
   bool closes_ = false, has_told_last_ = false, peer_closes_ = false, is_broken_ = false;
-  bool is_abandoned_ = false;
+  bool is_abandoned_ = false, owes_state_ = false;
   std::optional<std::string> lost_;
-  std::thread reader_, writer_;
+  std::mutex joining_;
+  std::thread reader_, writer_;  // joined by one at a time
 };
 
 }  // namespace tdcopier
