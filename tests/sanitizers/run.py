@@ -37,6 +37,7 @@ TESTS = [
         for name in ("pinned_memory_changes", "small_pinned_leaves", "pinned_pool")
     ),
     *(f"containers/test_{name}.py" for name in ("parcels", "foreign_parcels", "random_parcels")),
+    *(f"distributed/test_{name}.py" for name in ("channels", "channel_ends", "weights")),
     "promises",
     "rows",
     "park",
