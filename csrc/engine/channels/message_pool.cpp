@@ -1,6 +1,6 @@
 #include "engine/channels/message_pool.h"
 
-#include <ATen/Context.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>

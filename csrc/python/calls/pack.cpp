@@ -2,6 +2,7 @@
 #include "python/calls/pack.h"
 
 #include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/Device.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/internal_error.h"
 #include "engine/channels/message_pool.h"
 #include "engine/device/accelerator.h"
 #include "engine/device/graph_capture.h"
