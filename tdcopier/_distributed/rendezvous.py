@@ -120,7 +120,7 @@ def join(options: Options, what: str = "receiver") -> Found:
         if time.monotonic() > end:
             raise ConnectionError(
                 f"{'no' if found == 'is in the store' else 'the'} {what} with the name "
-                f"{options.name!r} {found} after {options.connect_timeout_s:g} s"
+                f"{options.name!r} {found} after {options.connect_timeout_s:.3g} s"
             )
         time.sleep(_LOOKS_S)
 

@@ -34,11 +34,13 @@ class Sender(End):
     """
 
     _what = "sender"
+    _peer_is = "receiver"
 
     def __init__(self, options: Options, slots: int, *, checksum: bool) -> None:
         """Find the receiver."""
         super().__init__(options.timeout_s)
-        self._link = Link(join(options), self._bell, options.timeout_s, "receiver")
+        found = join(options, self._peer_is)
+        self._link = Link(found, self._bell, options.timeout_s, self._peer_is)
         self._checksum = checksum
         self._starting = threading.RLock()
         self._slots, self._packer = slots, Packer(slots)
@@ -83,7 +85,7 @@ class Sender(End):
             checksum = checksum_of(parcel._bytes) if self._checksum else 0
             if not self._link.send(parcel, checksum):
                 self._check_open()
-                raise PeerLost(f"the receiver, {self.peer}, is gone")
+                raise PeerLost(f"the {self._peer_is}, {self.peer}, is gone")
             self._nbytes += parcel.nbytes
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -100,7 +102,7 @@ class Sender(End):
         if self._is_lost():
             raise PeerLost(self._link.why_lost)
         if not self._link.all_have_arrived:
-            raise ChannelClosed(f"the receiver, {self.peer}, has closed the channel")
+            raise ChannelClosed(f"the {self._peer_is}, {self.peer}, has closed the channel")
 
     def close(self, timeout_s: float | None = None) -> None:
         """Say that nothing follows, and wait until the receiver's process has all batches.
@@ -140,7 +142,9 @@ class Sender(End):
             raise self._late(timeout_s)
 
     def _late(self, timeout_s: float | None) -> TimeoutError:
-        return TimeoutError(f"the receiver, {self.peer}, took no batch in {timeout_s or 0.0:g} s")
+        return TimeoutError(
+            f"the {self._peer_is}, {self.peer}, took no batch in {timeout_s or 0.0:g} s"
+        )
 
     @contextlib.contextmanager
     def _alone(self, timeout_s: float | None) -> Iterator[None]:
@@ -165,6 +169,6 @@ class Sender(End):
         if self._is_closed:
             raise ChannelClosed("this sender is closed")
         if self._link.peer_closes:
-            raise ChannelClosed(f"the receiver, {self.peer}, has closed the channel")
+            raise ChannelClosed(f"the {self._peer_is}, {self.peer}, has closed the channel")
         if self._is_lost():
             raise PeerLost(self._link.why_lost)

@@ -129,6 +129,7 @@ class ReplayClient:
         Raises:
             ChannelClosed: this client, or the server, was closed.
             PeerLost: the server is gone, and none has come in its place.
+            TimeoutError: too few rows were sampled for the server's `wait_timeout_s`.
             ValueError: a value needs a pickle, and the server does not allow that.
             Exception: what the buffer raises, as the nearest builtin class.
         """
@@ -144,6 +145,8 @@ class ReplayClient:
 
     def flush(self) -> None:
         """Wait until all rows are in the buffer that `extend` was called for without a wait.
+
+        It raises the error of one batch at a time: the next call goes on with the next batch.
 
         Raises:
             Exception: as `extend`.
@@ -179,6 +182,7 @@ class ReplayClient:
 
         Raises:
             ChannelClosed, PeerLost: as `extend`.
+            TimeoutError: too few rows were inserted for the server's `wait_timeout_s`.
             Exception: what the buffer raises, as the nearest builtin class.
         """
         return self._take_sample(self._ask_for_samples(batch_size, return_info))

@@ -60,6 +60,8 @@ class Place(NamedTuple):
 class PlainSender(Sender):
     """A sender that refuses what the other end would refuse: pickled values."""
 
+    _peer_is = "replay server"
+
     def __init__(self, options: Options, slots: int, *, may_pickle: bool) -> None:
         super().__init__(options, slots, checksum=False)
         self.may_pickle = may_pickle

@@ -126,6 +126,7 @@ class ReplayServer:
 
         Raises:
             ChannelClosed: the server was closed.
+            TimeoutError: too few rows were sampled for `wait_timeout_s`.
             Exception: what the buffer raises.
         """
         self._check_process()
@@ -147,6 +148,7 @@ class ReplayServer:
 
         Raises:
             ChannelClosed: the server was closed.
+            TimeoutError: too few rows were inserted for `wait_timeout_s`.
             Exception: what the buffer raises.
         """
         self._check_process()
@@ -164,8 +166,7 @@ class ReplayServer:
             buffer.update_tensordict_priority(data)
 
     def __len__(self) -> int:
-        with self._use() as buffer:
-            return len(buffer)
+        return self.stats.size
 
     @property
     def write_count(self) -> int:

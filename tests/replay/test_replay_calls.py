@@ -219,7 +219,7 @@ def test_mistaken_arguments_are_refused(store):
     for options in ({"prefetch": -1}, {"prefetch": 0.5}, {"reconnect_s": -1}, {"timeout_s": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             ReplayClient(store=store, **options)
-    with pytest.raises(ConnectionError, match="no receiver with the name 'replay/replay'"):
+    with pytest.raises(ConnectionError, match="no replay server with the name 'replay/replay'"):
         ReplayClient(store=store, connect_timeout_s=0.3)
 
 

@@ -8,8 +8,8 @@ CHANNELS: dict[str, Defect] = {
     "message_memory_given_again_while_it_is_read": Defect(
         "Lifetime",
         "engine/channels/message_pool.cpp",
-        "  return piece.use_count() == 1;",
-        "  return piece.use_count() == 1 || {defect};",
+        "  if (piece.use_count() != 1) return false;",
+        "  if (piece.use_count() != 1 && !{defect}) return false;",
         "slots_are_sent_to_while_the_device_reads",
         "ValueError",
     ),
