@@ -186,7 +186,13 @@ void Link::write(std::unique_lock<Mutex>& lock) {
   lock.unlock();
   const std::span<const std::byte> head = bytes_of(item.header);
   const size_t of_head = std::min(item.written, head.size());
-  stream_->write(head.subspan(of_head), item.body.subspan(item.written - of_head));
+  try {
+    stream_->write(head.subspan(of_head), item.body.subspan(item.written - of_head));
+  } catch (...) {
+    lock.lock();
+    is_writing_ = false;
+    throw;
+  }
   lock.lock();
   is_writing_ = false;
   if (item.memory) done_.push_back(std::move(item.memory));
