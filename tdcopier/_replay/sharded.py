@@ -58,15 +58,30 @@ class ShardedReplayClient:
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def extend(self, data: Any, *, update_priority: bool | None = None) -> Any:
+    def extend(self, data: Any, *, update_priority: bool | None = None, wait: bool = True) -> Any:
         """Write rows to the shard whose turn it is, and return their index.
+
+        Args:
+            data: as for `ReplayClient.extend`, as for the others.
+            update_priority: as there.
+            wait: False: return None when the rows are on their way, as there.
 
         Raises:
             Exception: as `ReplayClient.extend`.
         """
         shard = self._next_shard()
         client = self._clients[shard]
-        return self._outer(client.extend(data, update_priority=update_priority), shard)
+        index = client.extend(data, update_priority=update_priority, wait=wait)
+        return self._outer(index, shard) if wait else None
+
+    def flush(self) -> None:
+        """Wait until all rows are in the shards that `extend` was called for without a wait.
+
+        Raises:
+            Exception: as `ReplayClient.flush`.
+        """
+        for client in self._clients:
+            client.flush()
 
     def add(self, data: Any) -> Any:
         """Write one row to the shard whose turn it is, and return its index."""

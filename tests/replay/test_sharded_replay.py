@@ -35,6 +35,14 @@ def test_shards_are_written_in_turns_and_an_index_tells_the_shard(sharded):
         assert len(buffer) == buffer.write_count == 9
 
 
+def test_rows_that_were_written_without_a_wait_are_there_after_flush(sharded):
+    with sharded() as buffer:
+        for turn in range(9):
+            assert buffer.extend(rows_of(10 * turn, 2), wait=False) is None
+        buffer.flush()
+        assert [stats.size for stats in buffer.stats] == [6, 6, 6]
+
+
 def test_samples_have_rows_of_each_shard_in_proportion_to_its_size(sharded, device):
     with sharded(device=device, batch_size=8) as buffer:
         for shard, count in enumerate((60, 30, 10)):
