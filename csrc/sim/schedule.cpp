@@ -118,7 +118,11 @@ void Schedule::await_workers(std::size_t count) {
   for (std::size_t i = 1; i < actors_.size(); ++i) {
     actors_[i]->number = i;
     actors_[i]->weight = draw_weight();
+    actors_[i]->is_new = false;
   }
+  // Those that were made for this schedule are here: it is as if they had been before.
+  coming_ = 0;
+  has_made_threads_ = false;
 }
 
 std::size_t Schedule::announce_thread(std::string name) {
