@@ -37,10 +37,11 @@ class End:
         self.timeout_s, self._process = timeout_s, os.getpid()
         self._bell = _C.Bell()
         """Rings when a link, or this end, has changed."""
-        self._is_closed = False
+        self._is_closed = self._is_open = False
 
     def _opened(self) -> None:
         """Close it when the process exits. Called last by constructors."""
+        self._is_open = True
         _open_ends.add(self)
         _close_where_processes_exit()
 

@@ -190,7 +190,7 @@ class Listener:
                 return
             if not self._handshakes.acquire(timeout=_LOOKS_S):
                 continue
-            is_met = False
+            is_met, connected = False, None
             try:
                 connected, (address, *_) = self._socket.accept()
                 arguments = (connected, address)
@@ -203,6 +203,8 @@ class Listener:
                 continue
             except (OSError, RuntimeError) as error:  # too many files are open, or threads
                 self.failures.append(f"a process could not join: {error}")
+                if connected is not None:
+                    connected.close()
                 self._ended.wait(_LOOKS_S)
             finally:
                 if not is_met:

@@ -124,6 +124,12 @@ class Sender(End):
         if self._is_lost():
             raise PeerLost(self._link.why_lost)
 
+    def __del__(self) -> None:
+        """Send what was started: a sender that is dropped closes, and waits as at exit."""
+        if self._is_open and not self._is_closed and not self._is_forked():
+            with contextlib.suppress(TimeoutError, ConnectionError):  # no one could be told
+                self.close(timeout_s=self.timeout_s)
+
     def _state(self) -> str:
         state = "closed" if self._is_closed else "lost" if self._is_lost() else "open"
         return f"to {self.peer}, {state}, {self._link.sent} batches"

@@ -141,36 +141,6 @@ def connected(store: Any) -> socket.socket:
     return made
 
 
-STRANGERS: dict[str, Any] = {
-    "says nothing": b"",
-    "another program": b"GET / HTTP/1.1\r\n\r\n" * 9,
-    "too much": b"tdcopier 3\n\xff\xff\xff\xff",
-    "nested without end": b"tdcopier 3\n" + struct.pack("<I", 4000) + b"[" * 4000,
-    "another token": {"token": "another"},
-    "no timeout": {"timeout_s": None},
-    "a timeout that is none": {"timeout_s": -1},
-}
-
-
-@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
-def test_strangers_are_refused_and_hold_up_no_one(store, said):
-    options = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
-    with distributed.receiver(connect_timeout_s=1.0, **options) as rx:
-        told = json.loads(store.get(KEY))
-        with socket.create_connection((told["address"], told["port"])) as stranger:
-            if isinstance(said, dict):
-                rendezvous._write(stranger, {**told, **said})
-            else:
-                stranger.sendall(said)
-            with distributed.sender(**options) as tx:
-                tx.start(1)
-                assert rx.next(10).get() == 1
-            while not rx.problems:
-                time.sleep(0.01)
-        assert "could not join" in rx.problems[0]
-        assert rx.stats.lost_peers == 0
-
-
 def test_results_outlive_the_channel(channel, device):
     tx, rx = channel(device)
     kept = []
@@ -262,31 +232,47 @@ def test_a_receiver_that_only_takes_batches_lets_go_of_its_senders(channel, stor
     assert len(rx._links) == 1
 
 
-def test_flush_says_that_the_receiver_has_dropped_batches(channel):
-    tx, rx = channel(slots=4)
-    for _ in range(4):
-        tx.start(torch.zeros(4_000_000))
+def test_flush_says_that_the_receiver_has_dropped_batches(channel, monkeypatch):
+    tx, rx = channel()
+    tx.start(1)
     rx.close(timeout_s=10)
-    if not tx._link.all_have_arrived:
-        with pytest.raises(distributed.ChannelClosed, match="has closed the channel"):
-            tx.flush(10)
-    tx.close(10)
+    monkeypatch.setattr(type(tx._link), "all_have_arrived", False)  # as of those that were not sent
+    with pytest.raises(distributed.ChannelClosed, match="has closed the channel"):
+        tx.flush(10)
 
 
-def test_a_sender_finds_the_receiver_that_comes_after_one_that_is_stopped(store):
-    with socket.create_server(("127.0.0.1", 0)) as stopped:  # it takes connections, and is silent
-        about = {"token": "its", "address": "127.0.0.1", "port": stopped.getsockname()[1]}
-        store.set(KEY, json.dumps(about))
-        options = {"store": store, "timeout_s": 0.5, "connect_timeout_s": 20}
-        with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(distributed.sender, **options)
-            time.sleep(0.3)
-            with distributed.receiver(**options) as rx, joining.result() as tx:
-                tx.start(1)
-                assert rx.next(10).get() == 1
+ENDS_AS_A_CHILD = """
+import multiprocessing, torch, torch.distributed as dist
+from tdcopier import distributed
+
+def send():
+    global tx
+    own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    tx = distributed.sender(store=own, host="127.0.0.1")
+    for number in range(4):
+        tx.start(torch.full((1_000_000,), number))
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+rx = distributed.receiver(store=store, host="127.0.0.1")
+child = multiprocessing.get_context("fork").Process(target=send)
+child.start()
+print([rx.next(10).get()[-1].item() for _ in range(4)])
+child.join()
+while rx.stats.open_peers:
+    rx._bell.wait(rx._bell.count, 0.1)
+print(rx.stats.lost_peers, rx.problems)
+"""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_process_of_multiprocessing_closes_its_ends(kept):
+    code = ENDS_AS_A_CHILD if kept else ENDS_AS_A_CHILD.replace("    global tx\n", "")
+    assert run_python(code).split("\n")[:2] == ["[0, 1, 2, 3]", "0 []"]
 
 
 EXITS_AFTER_A_FAILURE = """
+import atexit
+atexit.register(lambda: print(repr(rx), tx._is_closed))  # after the ends were closed
 import torch.distributed as dist
 from tdcopier import distributed
 store = dist.HashStore()
@@ -297,12 +283,11 @@ try:
 except ConnectionError as error:
     kept = error
 tx.start(1)
-print("exits")
 """
 
 
 def test_an_end_that_could_not_be_made_keeps_no_other_from_closing():
-    assert run_python(EXITS_AFTER_A_FAILURE).strip() == "exits"
+    assert run_python(EXITS_AFTER_A_FAILURE).strip() == "<Receiver on cpu, closed, 0 batches> True"
 
 
 def test_an_open_channel_needs_no_store():
@@ -317,19 +302,6 @@ def test_an_open_channel_needs_no_store():
         tx.start(2)
         assert rx.next(10).get() == 2
     rx.close(timeout_s=10)
-
-
-def test_a_sender_that_waits_for_a_receiver_that_was_killed_finds_the_next(store):
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        about = {"token": "its", "address": "127.0.0.1", "port": gone.getsockname()[1]}
-    store.set(KEY, json.dumps(about))
-    options = {"store": store, "timeout_s": TIMEOUT_S, "connect_timeout_s": 10}
-    with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(distributed.sender, **options)
-        time.sleep(0.3)
-        with distributed.receiver(**options) as rx, joining.result() as tx:
-            tx.start(1)
-            assert rx.next(10).get() == 1
 
 
 def test_a_call_waits_for_another_threads_no_longer_than_it_may(channel):
@@ -403,16 +375,6 @@ def test_an_interrupt_ends_a_call_and_not_the_channel():
     assert run_python(INTERRUPTED).strip() == "closed"
 
 
-def test_options_that_cannot_work_are_refused_by_the_call(store):
-    for call in (distributed.sender, distributed.receiver):
-        with pytest.raises(TypeError, match="slots is an int"):
-            call(store=store, slots=2.5)
-        with pytest.raises(ValueError, match="timeout_s must be positive, and less than"):
-            call(store=store, timeout_s=float("inf"))
-        with pytest.raises(ValueError, match="host or interface: "):
-            call(store=store, interface="none0")
-
-
 def test_ends_close_at_the_same_time_or_one_after_the_other(store):
     choose = random.Random(1)
     for number in range(12):
@@ -432,14 +394,6 @@ def test_ends_close_at_the_same_time_or_one_after_the_other(store):
         assert time.monotonic() - begin < 1.0
         assert rx.problems == []
         assert rx.stats.closed_peers == 1
-
-
-def test_an_end_that_nobody_joins_says_so(store):
-    options = {"store": store, "timeout_s": TIMEOUT_S, "connect_timeout_s": 0.3}
-    with pytest.raises(ConnectionError, match="no receiver with the name 'channel'"):
-        distributed.sender(**options)
-    with distributed.receiver(**options) as rx, pytest.raises(TimeoutError, match="no batch"):
-        rx.next(0.1)
 
 
 EXITS = """

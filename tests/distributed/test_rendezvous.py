@@ -1,0 +1,100 @@
+"""How the two ends of a channel find each other, and who is refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tdcopier import distributed
+from tdcopier._distributed import rendezvous
+
+TIMEOUT_S = 2.5
+KEY = "tdcopier/channels/channel"
+
+
+STRANGERS: dict[str, Any] = {
+    "says nothing": b"",
+    "another program": b"GET / HTTP/1.1\r\n\r\n" * 9,
+    "too much": b"tdcopier 3\n\xff\xff\xff\xff",
+    "nested without end": b"tdcopier 3\n" + struct.pack("<I", 4000) + b"[" * 4000,
+    "another token": {"token": "another"},
+    "no timeout": {"timeout_s": None},
+    "a timeout that is none": {"timeout_s": -1},
+}
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+def test_strangers_are_refused_and_hold_up_no_one(store, said):
+    options = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
+    with distributed.receiver(connect_timeout_s=1.0, **options) as rx:
+        told = json.loads(store.get(KEY))
+        with socket.create_connection((told["address"], told["port"])) as stranger:
+            if isinstance(said, dict):
+                rendezvous._write(stranger, {**told, **said})
+            else:
+                stranger.sendall(said)
+            with distributed.sender(**options) as tx:
+                tx.start(1)
+                assert rx.next(10).get() == 1
+            while not rx.problems:
+                time.sleep(0.01)
+        assert "could not join" in rx.problems[0]
+        assert rx.stats.lost_peers == 0
+
+
+def test_a_listener_that_can_start_no_thread_goes_on(store, monkeypatch):
+    start, failed = threading.Thread.start, []
+
+    def fail_once(self: threading.Thread) -> None:
+        if self.name == "tdcopier-meet" and not failed:
+            failed.append(self)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    options = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
+    with distributed.receiver(**options) as rx, distributed.sender(**options) as tx:
+        tx.start(1)
+        assert rx.next(10).get() == 1
+        assert rx.problems == ["a process could not join: can't start new thread"]
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_sender_finds_the_receiver_that_comes_after_one_that_is_gone(store, how):
+    with socket.create_server(("127.0.0.1", 0)) as gone:  # it takes connections, and is silent
+        about = {"token": "its", "address": "127.0.0.1", "port": gone.getsockname()[1]}
+        store.set(KEY, json.dumps(about))
+        if how == "killed":
+            gone.close()
+        options = {"store": store, "timeout_s": 0.5, "connect_timeout_s": 20}
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(distributed.sender, **options)
+            time.sleep(0.3)
+            with distributed.receiver(**options) as rx, joining.result() as tx:
+                tx.start(1)
+                assert rx.next(10).get() == 1
+
+
+def test_options_that_cannot_work_are_refused_by_the_call(store):
+    for call in (distributed.sender, distributed.receiver):
+        with pytest.raises(TypeError, match="slots is an int"):
+            call(store=store, slots=2.5)
+        with pytest.raises(ValueError, match="timeout_s must be positive, and less than"):
+            call(store=store, timeout_s=float("inf"))
+        with pytest.raises(ValueError, match="host or interface: "):
+            call(store=store, interface="none0")
+
+
+def test_an_end_that_nobody_joins_says_so(store):
+    options = {"store": store, "timeout_s": TIMEOUT_S, "connect_timeout_s": 0.3}
+    with pytest.raises(ConnectionError, match="no receiver with the name 'channel'"):
+        distributed.sender(**options)
+    with distributed.receiver(**options) as rx, pytest.raises(TimeoutError, match="no batch"):
+        rx.next(0.1)
