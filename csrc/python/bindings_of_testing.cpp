@@ -6,6 +6,7 @@
 #include "base/recycled.h"
 #include "base/streaming_copy.h"
 #include "engine/device/accelerator.h"
+#include "engine/device/phases.h"
 #include "engine/device/pinned_ranges.h"
 #include "engine/device/reclaim.h"
 #include "engine/device/thread_pools.h"
@@ -58,6 +59,15 @@ void bind_testing(py::module_& m) {
     Reclaimer::get().set_stays(true);
     Reclaimer::get().look();
     Accelerator::poll_all();
+  });
+  testing.def("keep_spans", &keep_spans);
+  testing.def("take_spans", [] {
+    py::list spans;
+    for (const PhaseSpan& span : take_spans()) {
+      spans.append(
+          py::make_tuple(span.thread, name_of(span.phase), span.begin_ns, span.end_ns));
+    }
+    return spans;
   });
   testing.def("blocks_made", &blocks_made);
   testing.def("set_shared_cache_store", &set_shared_cache_store);

@@ -6,6 +6,8 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace tdcopier {
 
@@ -28,6 +30,21 @@ class PhaseTimes {
 // Turns the timing of phases on or off. It is off at first. Thread: any.
 void time_phases(bool on);
 bool are_phases_timed();
+
+// One phase of one thread, in the time of the steady clock.
+struct PhaseSpan {
+  std::string thread;
+  Phase phase;
+  int64_t begin_ns;
+  int64_t end_ns;
+};
+
+// Keeps the next `most` spans of all threads, for timelines, while phases are timed. 0: keeps none.
+// Thread: any; but call it and take_spans() only while no copy is in progress.
+void keep_spans(size_t most);
+// Returns the spans since keep_spans(), in the order in which they ended.
+std::vector<PhaseSpan> take_spans();
+const char* name_of(Phase phase);
 
 // One phase, from construction to destruction: it is timed if timing is on, and is a range of
 // torch.profiler while that records. Otherwise it costs two checks. GIL: either way.
