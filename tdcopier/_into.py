@@ -108,6 +108,12 @@ def start_copy_into(
     raises once nothing writes to the destinations any more.
     """
     options = options_for_filling(use_pinned_staging, use_background_thread)
+    return _start(source, destination, options, copy_opaque)
+
+
+def _start(
+    source: Any, destination: T, options: _C.CopyOptions, copy_opaque: bool
+) -> AsyncCopyHandle[T]:
     copies_opaque = bool_option("copy_opaque", copy_opaque)
     check = _checking.SourceCheck.of_filling(source, destination) if _checking.enabled else None
     handle = _C.start_copy_into(source, destination, fill, options, copies_opaque)
@@ -127,16 +133,10 @@ def copy_into(
 
     This is `start_copy_into(...).get()`, which describes the arguments and the errors. `source` is
     read, and `destination` written, only within this call: Ctrl-C raises after the last write, and
-    at once when pressed again.
+    at once when pressed again. So the device reads large pinned sources where they are.
     """
-    handle = start_copy_into(
-        source,
-        destination,
-        use_pinned_staging=use_pinned_staging,
-        use_background_thread=use_background_thread,
-        copy_opaque=copy_opaque,
-    )
-    return finished(handle)
+    options = options_for_filling(use_pinned_staging, use_background_thread)
+    return finished(_start(source, destination, options.reading_pinned_in_place(), copy_opaque))
 
 
 def finished(handle: AsyncCopyHandle[T]) -> T:

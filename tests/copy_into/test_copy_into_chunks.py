@@ -121,3 +121,29 @@ def test_large_chunks_in_many_windows_are_filled(device):
     assert handle.stats.background
     assert handle.stats.transfers > 100
     assert all((leaf == 2).all() for leaf in delivered)
+
+
+@pytest.mark.sim
+def test_only_the_call_that_blocks_reads_pinned_sources_in_place(sim, device):
+    source = torch.arange(3 << 18, dtype=torch.int32).pin_memory()  # 3 MiB
+    target = torch.empty(source.shape, dtype=torch.int32, device=device)
+    sim.reset_counts()
+    tdcopier.start_copy_into(source, target).get()
+    assert sim.counts().h2d.transfers == 2
+    target.zero_()
+    sim.reset_counts()
+    tdcopier.copy_into(source, target)
+    assert sim.counts().h2d.transfers == 1
+    source.zero_()
+    assert torch.equal(target.cpu(), torch.arange(3 << 18, dtype=torch.int32))
+
+
+@pytest.mark.sim
+def test_a_window_that_many_stage_needs_one_new_buffer(sim):
+    source = torch.ones(_C.STAGING_BUFFER_BYTES // 4)
+    target = torch.empty(source.shape, device="sim")
+    for _ in range(20):
+        _C.testing.drop_staging()
+        before = _C.staging_bytes("sim")
+        tdcopier.start_copy_into(source, target).get()
+        assert _C.staging_bytes("sim") - before == _C.STAGING_BUFFER_BYTES
