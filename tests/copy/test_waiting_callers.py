@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -120,3 +121,30 @@ def test_reads_that_are_enqueued_are_not_waited_for_by_helping_to_deliver(sim):
         handle.wait_staged()  # hangs if the caller does not help
     handle.get()
     assert destination.eq(3).all()
+
+
+def test_a_caller_builds_the_tree_while_workers_wait_to_stage(sim, busy_workers, source):
+    got: list[Any] = []
+    with tdcopier.time_steps():
+        handle = tdcopier.start_copy([source], "sim:0")  # there is no buffer for it
+        caller = threading.Thread(target=lambda: got.append(handle.get()))
+        caller.start()
+        assert becomes(lambda: handle.stats.steps.unflatten_us > 0)
+    assert not handle.ready()
+    busy_workers.release()
+    caller.join()
+    assert torch.equal(got[0][0].cpu(), source)
+
+
+def test_a_tree_that_was_built_too_early_is_dropped_if_the_copy_fails(sim, busy_workers, source):
+    torch.sim.synchronize(1)
+    before = torch.sim.memory_allocated(1)
+    handle = tdcopier.start_copy([source], "sim:1")
+    sim.fail_transfer(1)
+    for name in ("get", "wait", "get"):
+        with pytest.raises(torch.AcceleratorError):
+            getattr(handle, name)()
+    torch.sim.synchronize(1)
+    assert not [each for each in gc.get_referents(handle) if isinstance(each, list)]
+    del handle
+    assert torch.sim.memory_allocated(1) == before

@@ -78,6 +78,21 @@ void Handle::fail_with(py::object exception) {
 
 void Handle::build_early() {
   if (python_failure_ || device_failure_ || !is_enqueued() || has_failed()) return;
+  build_unless_refused();
+}
+
+// Workers fill the memory meanwhile, which takes about as long: the caller would do less by helping
+// them. If they fail, wait_stopped_if_failed() drops the tree.
+void Handle::build_while_staged() {
+  if (is_of_parent() || python_failure_ || device_failure_) return;
+  const auto is_staged = [](const auto& job) {
+    return job->is_enqueued() || !job->result() || job->target().is_cpu() ||
+           job->are_sources_known_free();
+  };
+  if (!std::ranges::all_of(jobs_, is_staged)) build_unless_refused();
+}
+
+void Handle::build_unless_refused() {
   try {
     build_once();
   } catch (py::error_already_set&) {
@@ -162,6 +177,7 @@ py::object Handle::get() {
   if (!captured_.empty()) return result_of_capture(py::none());
   if (jobs_.empty()) raise_if_failed();  // a failed capture, for example
   const std::vector<c10::Stream> streams = consumers(py::none());
+  build_while_staged();
   wait_enqueued();
   wait_stopped_if_failed();
   raise_if_failed();
@@ -180,6 +196,7 @@ py::object Handle::order(py::handle stream_or_none, bool for_reads) {
     return get();  // the host has waited, so any stream has
   }
   const std::vector<c10::Stream> producing = producers();
+  build_while_staged();
   wait_enqueued();
   wait_stopped_if_failed();
   raise_if_failed();

@@ -131,6 +131,8 @@ class Handle {
   void release_kept();
   // Failures of the jobs too, which keep theirs: CopyJob::fail().
   void raise_if_failed();
+  void build_while_staged();
+  void build_unless_refused();  // stores an error of a container's own code
   void build_once();
   void forget_kept();
   pybind11::object times() const;  // microseconds by phase; None if phases were not timed

@@ -62,6 +62,7 @@ void Handle::wait_stopped() {
 // Once a failure is reported, the caller may write to the destinations or start another copy into
 // them.
 void Handle::wait_stopped_if_failed() {
+  if (!fills_ && !is_of_parent() && result_ && has_failed()) result_ = pybind11::object();
   if (!fills_ || is_of_parent() || (!python_failure_ && !device_failure_ && !has_failed())) return;
   const WaitWithoutGil waiting;
   synchronize();  // ignores the device's error: the first failure is raised
