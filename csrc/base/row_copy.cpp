@@ -67,6 +67,7 @@ void gather_large(const std::byte* table, RowLayout layout, std::span<const int6
                    count * layout.row_bytes);
     i += count;
   }
+  end_streaming();
 }
 
 void gather_whole(const std::byte* table, RowLayout layout, std::span<const int64_t> rows,

@@ -61,7 +61,6 @@ template <typename CopyLine>
   if (at + kBlockBytes <= bytes) copy_block(/*is_last=*/true);
   for (; at + kLineBytes <= bytes; at += kLineBytes) copy_line(write + at, read + at);
   std::memcpy(write + at, read + at, bytes - at);
-  _mm_sfence();
 }
 
 void copy_by_16(void* to, const void* from, size_t bytes) noexcept {
@@ -153,9 +152,28 @@ void set_shared_cache_store(bool always) {
   g_to_shared_cache = always && is_missing ? g_to_memory : g_best_to_shared_cache;
 }
 
+#ifdef __SSE2__
+// Does nothing on a processor that cannot.
+[[gnu::target("cldemote")]] void demote(const void* begin, size_t bytes) noexcept {
+  const auto first = reinterpret_cast<uintptr_t>(begin) / kLineBytes * kLineBytes;
+  const auto end = reinterpret_cast<uintptr_t>(begin) + bytes;
+  for (uintptr_t line = first; line < end; line += kLineBytes) {
+    _cldemote(reinterpret_cast<void*>(line));
+  }
+}
+#else
+void demote(const void* /*begin*/, size_t /*bytes*/) noexcept {}
+#endif
+
+void end_streaming() noexcept {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
 void copy_streaming(void* to, const void* from, size_t bytes, StoreTo store) noexcept {
   const StreamingCopy to_shared_cache = g_to_shared_cache;
-  if (store == StoreTo::kMemory || !to_shared_cache) return g_to_memory(to, from, bytes);
+  if (store != StoreTo::kSharedCache || !to_shared_cache) return g_to_memory(to, from, bytes);
   ++g_shared_cache_copies;
   to_shared_cache(to, from, bytes);
 }

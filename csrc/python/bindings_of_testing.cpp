@@ -64,8 +64,7 @@ void bind_testing(py::module_& m) {
   testing.def("take_spans", [] {
     py::list spans;
     for (const PhaseSpan& span : take_spans()) {
-      spans.append(
-          py::make_tuple(span.thread, name_of(span.phase), span.begin_ns, span.end_ns));
+      spans.append(py::make_tuple(span.thread, name_of(span.phase), span.begin_ns, span.end_ns));
     }
     return spans;
   });

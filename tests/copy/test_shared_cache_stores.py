@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from staged_windows import parts_of, windows_of
 
 import tdcopier
 from tdcopier import _C
@@ -13,8 +14,8 @@ from tdcopier import _C
 pytestmark = pytest.mark.usefixtures("any_processor")
 
 MANY_WINDOWS = 40 << 20
-"""Bytes that are cut into 30 windows, which fit in the staging buffers together."""
-EIGHT_WINDOWS = 2 << 20
+"""Bytes whose windows fit in the staging buffers together."""
+FEW_WINDOWS = 4 << 20
 
 
 @pytest.fixture
@@ -41,17 +42,19 @@ def test_the_windows_after_eight_that_the_device_has_not_read(sim):
     before = _C.testing.shared_cache_copies()
     with sim.hold(_C.copy_stream("sim")):
         handle = begun(source)
-    assert _C.testing.shared_cache_copies() - before == 30 - 8
+    later = windows_of(MANY_WINDOWS)[8:]
+    assert _C.testing.shared_cache_copies() - before == sum(map(parts_of, later))
     assert torch.equal(handle.get().cpu(), source)
 
 
 def test_the_windows_after_two_while_more_than_64_mib_are_left(sim):
-    source = bytes_of(72 << 20)
+    source = bytes_of(80 << 20)
     tdcopier.set_staging_limit_bytes(96 << 20)
     before = _C.testing.shared_cache_copies()
     with sim.hold(_C.copy_stream("sim")):
         handle = begun(source)
-    assert _C.testing.shared_cache_copies() - before == handle.stats.transfers - 2
+    later = windows_of(source.nbytes)[2:]
+    assert _C.testing.shared_cache_copies() - before == sum(map(parts_of, later))
     assert torch.equal(handle.get().cpu(), source)
 
 
@@ -64,7 +67,7 @@ def test_none_while_the_device_keeps_up(sim):
 
 
 def test_none_of_other_copies_meanwhile(sim):
-    large, small = bytes_of(MANY_WINDOWS // 2), bytes_of(EIGHT_WINDOWS)
+    large, small = bytes_of(MANY_WINDOWS // 2), bytes_of(FEW_WINDOWS)
     target = torch.empty(large.shape, dtype=torch.uint8, device="sim")
     with sim.hold(_C.copy_stream("sim")):
         first = begun(large)

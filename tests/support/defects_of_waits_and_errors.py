@@ -140,7 +140,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
         "  if (is_part_left() || (participants_ != 0 && !{defect}) || finished_.exchange(true)) {\n"
         "    return false;\n"
         "  }",
-        "results_that_python_has_seen_are_dropped",
+        "workers_share_two_buffers",
         "HazardError",
         "unordered",
     ),

@@ -63,8 +63,9 @@ void StagingRing::drop_free() {
 }
 
 std::optional<StagingLease> StagingRing::acquire(StagingUse use,
-                                                 const std::function<bool()>& is_wanted) {
-  bool grow = true;
+                                                 const std::function<bool()>& is_wanted,
+                                                 bool pins) {
+  bool grow = pins;
   std::unique_ptr<StagingBuffer> buffer;
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -73,7 +74,8 @@ std::optional<StagingLease> StagingRing::acquire(StagingUse use,
       case Room::kTaken:
         return StagingLease(*this, use, std::move(buffer));
       case Room::kNever:
-        return std::nullopt;
+        if (pins) return std::nullopt;
+        [[fallthrough]];
       case Room::kNone:
         wait_for_return(use, lock, is_wanted);
         break;
@@ -86,6 +88,13 @@ std::optional<StagingLease> StagingRing::acquire(StagingUse use,
         lock.lock();
     }
   }
+}
+
+std::optional<StagingLease> StagingRing::acquire_free(StagingUse use) {
+  std::unique_ptr<StagingBuffer> buffer;
+  const std::lock_guard lock(mutex_);
+  if (look_for_room(use, /*grow=*/false, buffer) != Room::kTaken) return std::nullopt;
+  return StagingLease(*this, use, std::move(buffer));
 }
 
 // Reserves a quarter of the buffers for copies that do not wait for kernels.

@@ -19,8 +19,8 @@
 
 namespace tdcopier {
 
-// Every staging buffer has this size: large enough for the link's full rate, small enough that the
-// first transfer starts early and the ring stays in the processor's cache.
+// Every staging buffer has this size: large enough for nearly the link's rate, of which each
+// transfer takes 2.6 us away, and small enough that many small copies may be in flight.
 inline constexpr uint64_t kStagingBufferBytes = 2 * 1024 * 1024;
 inline constexpr uint64_t kDefaultStagingLimitBytes = 64 * 1024 * 1024;
 
@@ -67,13 +67,21 @@ class StagingRing {
 
   // Leases a buffer. Returns nullopt if no memory can be pinned, and no buffer will come back, or
   // if is_wanted() returns false, which is called before and during a wait, perhaps with a lock
-  // held. Blocks: while every buffer that the limit allows for this use is being filled or used by
+  // held. `pins`: whether it may pin one more; if not, it waits until one comes back. Blocks:
+  // while every buffer that the limit allows for this use is being filled or used by
   // the device. GIL: must not be held. Throws: Interrupted.
   std::optional<StagingLease> acquire(
-      StagingUse use, const std::function<bool()>& is_wanted = [] { return true; });
+      StagingUse use, const std::function<bool()>& is_wanted = [] { return true; },
+      bool pins = true);
 
   // Returns whether acquire() would wait now. Other threads take buffers too, so that may change.
   bool is_exhausted(StagingUse use) noexcept;
+
+  // Leases a buffer that is free now. Returns nullopt if there is none. Never blocks.
+  std::optional<StagingLease> acquire_free(StagingUse use);
+
+  // Makes threads that wait in acquire() ask again whether a buffer is wanted.
+  void recheck_wanted() { returned_.notify_all(); }
 
   // Returns whether the device uses at least this number of buffers for transfers of this use.
   bool has_in_flight(StagingUse use, size_t least);

@@ -135,6 +135,7 @@ bool CopyJob::leave() noexcept {
 void CopyJob::work_on_worker() noexcept {
   work();
   if (leave() && !failed_ && work_.result) work_.result->make_outputs_ahead(phases_);
+  interleave();  // what it holds may be dropped late
 }
 
 void CopyJob::fail() noexcept {

@@ -226,6 +226,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   void count_transfer(uint64_t bytes);
   // Returns the index of the next part that no participant has claimed; it may be past the last.
   size_t claim() { return next_part_++; }
+  // Returns the index that claim() would return.
+  size_t next_part() const { return next_part_; }
   // Returns whether participants may find a part to claim.
   bool is_part_left() const { return !failed_ && next_part_ < parts(); }
 

@@ -33,7 +33,8 @@ void HostJob::copy(const Window& window) {
   if (!work_.result) return copy_window(plan_, leaves_, work_.destinations, window);
   for_each_chunk_in_window(plan_, window, [&](size_t i, uint64_t begin, uint64_t end, uint64_t) {
     const uint64_t chunk = plan_.chunks[i].begin;
-    stage_window(plan_, leaves_, {chunk + begin, chunk + end}, work_.result->address(i) + begin);
+    stage_window(plan_, leaves_, {chunk + begin, chunk + end}, work_.result->address(i) + begin,
+                 StoreTo::kOwnCache);
   });
 }
 

@@ -1,5 +1,5 @@
-// Participants claim, stage and send windows; or they stage all, and the thread that uses the batch
-// sends it.
+// Participants claim and stage parts, and send windows; or they stage all, and the thread that
+// uses the batch sends it.
 #include "engine/jobs/host_to_device_job.h"
 
 #include <c10/core/StreamGuard.h>
@@ -34,6 +34,33 @@ const c10::Stream& stream_of(Accelerator& target, const CopyWork& work) {
   return work.result->writer() ? *work.result->writer() : target.to_device_stream();
 }
 
+// Scope in which one of a job's participants may pin a buffer: a window needs only one.
+class GrowingRing {
+ public:
+  GrowingRing(std::atomic<bool>& is_growing, StagingRing& ring)
+      : is_growing_(is_growing), ring_(ring), is_it_(!is_growing.exchange(true)) {}
+  ~GrowingRing() {
+    if (!is_it_) return;
+    is_growing_ = false;
+    ring_.recheck_wanted();  // another one may now
+  }
+  GrowingRing(const GrowingRing&) = delete;
+  GrowingRing& operator=(const GrowingRing&) = delete;
+  bool is_it() const { return is_it_; }
+
+ private:
+  std::atomic<bool>& is_growing_;
+  StagingRing& ring_;
+  const bool is_it_;
+};
+
+std::vector<WindowPart> whole(const std::vector<Window>& windows) {
+  std::vector<WindowPart> parts;
+  for (size_t i = 0; i < windows.size(); ++i)
+    parts.push_back({i, windows[i].begin, windows[i].end});
+  return parts;
+}
+
 // Returns whether the caller's stream may still use the memory that is to be written.
 bool is_in_callers_order(const CopyWork& work) {
   return !work.result || work.result->writer() != nullptr;
@@ -52,7 +79,12 @@ HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work, bool use_pi
       destinations_ready_(is_in_callers_order(work_) ? target.record_current() : nullptr),
       straight_(std::move(straight)),
       windows_(std::move(windows)),
+      parts_(use_pinned_staging && !batch ? cut_parts(windows_) : whole(windows_)),
+      open_(use_pinned_staging && !batch ? windows_.size() : 0),
       batch_(std::move(batch)) {
+  for (const WindowPart& part : parts_) {
+    if (!open_.empty()) ++open_[part.window].unstaged_parts;
+  }
   if (destinations_ready_) destinations_ready_->block(stream_);
   if (chunks() == 0 || work_.result) return;
   const c10::StreamGuard on_stream(stream_);
@@ -70,7 +102,7 @@ std::byte* HostToDeviceJob::address(size_t chunk) const {
 }
 
 size_t HostToDeviceJob::most_participants() const {
-  return batch_ ? std::min(windows_.size(), kMostDeferredParticipants) : windows_.size();
+  return batch_ ? std::min(windows_.size(), kMostDeferredParticipants) : parts_.size();
 }
 
 // Chunks that are read in place come first: their transfers run while the rest is staged. leave()
@@ -83,16 +115,96 @@ void HostToDeviceJob::transfer_all() {
   }
   while (is_part_left()) {
     interleave();
-    transfer_window();
+    transfer_next();
   }
 }
 
-// Leases a buffer for a window. Returns nullopt if none can be had, or if no window is left.
-std::optional<StagingLease> HostToDeviceJob::lease_buffer() {
-  const StagingUse use = destinations_ready_ ? StagingUse::kToDeviceOrdered : StagingUse::kToDevice;
+// Waits before it claims a part, so that an interrupted participant leaves none undone. Waits with
+// the caller's streams current, because signal handlers may run meanwhile.
+void HostToDeviceJob::transfer_next() {
+  if (!open_.empty()) return stage_next();
+  if (!batch_ && destinations_ready_)
+    wait_until_ended(*destinations_ready_);  // the transfer cannot be interrupted
+  const size_t claimed = claim();
+  if (claimed >= windows_.size()) return;
+  const Window& window = windows_[claimed];
+  if (!batch_) return transfer_pageable(window);
+  stage(window, batch_->data() + window.begin, StoreTo::kMemory);
+}
+
+void HostToDeviceJob::stage_next() {
+  std::optional<StagingLease> lease;
+  while (is_part_left()) {
+    if (const std::optional<WindowPart> part = claim_part(lease)) {
+      lease.reset();  // another participant has opened the window
+      return stage_part(*part);
+    }
+    bool is_refused = false;
+    lease = lease_buffer(is_refused);
+    if (!is_refused) continue;
+    note_fallback();  // no memory can be pinned
+    if (destinations_ready_) wait_until_ended(*destinations_ready_);
+    if (const std::optional<Window> window = claim_window()) return transfer_pageable(*window);
+  }
+}
+
+// Claims the next part if its window has a buffer, or gets one: a free one, or the one that is
+// leased. With the lock held, so that not all participants look for a buffer at the same time.
+std::optional<WindowPart> HostToDeviceJob::claim_part(std::optional<StagingLease>& lease) {
+  bool is_opened = false;
+  std::optional<WindowPart> part;
+  {
+    const std::lock_guard lock(claiming_);
+    if (!is_part_left()) return std::nullopt;
+    const WindowPart& next = parts_[next_part()];
+    is_opened = next.window == opened_;
+    if (is_opened && !lease) lease = accelerator_.staging().acquire_free(staging_use());
+    if (is_opened && !lease) return std::nullopt;
+    if (is_opened) {
+      open_[next.window].lease = std::exchange(lease, std::nullopt);
+      ++opened_;
+    }
+    claim();
+    part = next;
+  }
+  if (is_opened) accelerator_.staging().recheck_wanted();
+  return part;
+}
+
+// Claims all of the next window, if it has no buffer.
+std::optional<Window> HostToDeviceJob::claim_window() {
+  const std::lock_guard lock(claiming_);
+  if (!needs_buffer()) return std::nullopt;
+  const size_t window = opened_++;
+  while (next_part() < parts_.size() && parts_[next_part()].window == window) claim();
+  return windows_[window];
+}
+
+// Returns whether a part is left, and the next one's window has no buffer.
+bool HostToDeviceJob::needs_buffer() const {
+  const size_t opened = opened_;  // read first, so it may only be old
+  const size_t next = next_part();
+  return is_part_left() && next < parts_.size() && parts_[next].window >= opened;
+}
+
+StagingUse HostToDeviceJob::staging_use() const {
+  return destinations_ready_ ? StagingUse::kToDeviceOrdered : StagingUse::kToDevice;
+}
+
+// Leases a buffer for a window, unless none is needed any more. Tells if none can be had.
+std::optional<StagingLease> HostToDeviceJob::lease_buffer(bool& is_refused) {
+  StagingRing& ring = accelerator_.staging();
+  bool is_needed = true;
   try {
     const WithoutPart waiting(*this);
-    return accelerator_.staging().acquire(use, [this] { return is_part_left(); });
+    const GrowingRing growing(is_growing_, ring);
+    const auto is_wanted = [&] {
+      is_needed = needs_buffer();
+      return is_needed && (growing.is_it() || is_growing_);
+    };
+    std::optional<StagingLease> lease = ring.acquire(staging_use(), is_wanted, growing.is_it());
+    is_refused = !lease && is_needed && growing.is_it();
+    return lease;
   } catch (const Interrupted&) {
     throw;
   } catch (...) {
@@ -101,34 +213,22 @@ std::optional<StagingLease> HostToDeviceJob::lease_buffer() {
   }
 }
 
-// Waits before it claims a window, so that an interrupted participant leaves none undone. Waits
-// with the caller's streams current, because signal handlers may run meanwhile.
-void HostToDeviceJob::transfer_window() {
-  std::optional<StagingLease> lease;
-  if (use_pinned_staging_ && !batch_) {
-    lease = lease_buffer();
-    if (!is_part_left()) return;
-    if (!lease) note_fallback();
-  }
-  const bool is_pageable = !batch_ && !lease;
-  if (is_pageable && destinations_ready_)
-    wait_until_ended(*destinations_ready_);  // the transfer cannot be interrupted
-  const size_t claimed = claim();
-  if (claimed >= windows_.size()) return;
-  const Window& window = windows_[claimed];
-  if (is_pageable) return transfer_pageable(window);
-  if (batch_) return stage(window, batch_->data() + window.begin, StoreTo::kMemory);
-  stage(window, lease->data(), is_far_ahead(window) ? StoreTo::kSharedCache : StoreTo::kMemory);
-  staged_.add({window, std::move(*lease)},
+void HostToDeviceJob::stage_part(const WindowPart& part) {
+  OpenWindow& open = open_[part.window];
+  const Window& window = windows_[part.window];
+  stage({part.begin, part.end}, open.lease->data() + (part.begin - window.begin),
+        is_far_ahead(part.begin) ? StoreTo::kSharedCache : StoreTo::kMemory);
+  if (--open.unstaged_parts != 0) return;
+  staged_.add({window, std::move(*open.lease)},
               [this](StagedWindow staged) { enqueue(std::move(staged)); });
 }
 
 // Small jobs, and processors that cannot make use of the answer, do not ask the device. Nor do
 // copies that wait for the caller's kernels: they need no bandwidth meanwhile.
-bool HostToDeviceJob::is_far_ahead(const Window& next) {
+bool HostToDeviceJob::is_far_ahead(uint64_t next) {
   if (destinations_ready_ || windows_.size() <= kFarAhead || !has_shared_cache_store())
     return false;
-  const uint64_t left = windows_.back().end - next.begin;
+  const uint64_t left = windows_.back().end - next;
   return accelerator_.staging().has_in_flight(StagingUse::kToDevice,
                                               left > kManyLeftBytes ? kFarAheadOfMany : kFarAhead);
 }
@@ -143,10 +243,13 @@ void HostToDeviceJob::transfer_straight(size_t chunk) {
   const c10::StreamGuard on_stream(stream_);
   const ChunkPlan& plan = plan_.chunks[chunk];
   const auto* const from = static_cast<const std::byte*>(leaves_[plan_.order[plan.first]].data);
-  const PinnedRanges::Access access;
-  if (PinnedRanges::find({from, plan.bytes}) != PinnedRanges::Found::kNot) {
+  const auto enqueue_if_pinned = [&] {
+    const PinnedRanges::Access access;
+    if (PinnedRanges::find({from, plan.bytes}) == PinnedRanges::Found::kNot) return false;
     enqueue_to_device(stream_, address(chunk), from, plan.bytes);
-  } else {  // it is about to be unpinned, so the device must not read it
+    return true;
+  };
+  if (!enqueue_if_pinned()) {  // it is about to be unpinned, so the device must not read it
     note_fallback();
     const auto staged =
         std::make_unique_for_overwrite<std::byte[]>(std::min(plan.bytes, kStagingBufferBytes));
@@ -200,7 +303,7 @@ void HostToDeviceJob::transfer_pageable(const Window& window) {
     if (!is_in_place) {
       if (!staged) {
         staged = std::make_unique_for_overwrite<std::byte[]>(window.bytes());
-        stage(window, staged.get(), StoreTo::kMemory);
+        stage(window, staged.get(), StoreTo::kOwnCache);
       }
       from = staged.get() + at;
     }
@@ -225,6 +328,9 @@ void HostToDeviceJob::complete() {
 // ---- deferred -----------------------------------------------------------------------------------
 
 void HostToDeviceJob::finish() noexcept {
+  for (OpenWindow& window : open_) {
+    if (is_failing()) window.lease.reset();  // some may not have been sent
+  }
   if (!batch_ || is_failing()) return finish_enqueued();
   note_sources_free(nullptr);
 }

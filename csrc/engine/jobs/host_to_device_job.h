@@ -5,12 +5,14 @@
 // decides which leaves count as pinned: large ones, and long series of small ones.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include "base/combiner.h"
+#include "base/monitor.h"
 #include "base/streaming_copy.h"
 #include "engine/device/deferred_batch_memory.h"
 #include "engine/device/staging_ring.h"
@@ -24,10 +26,11 @@ namespace tdcopier {
 // it by 5 %, and 4 workers by 4 %.
 inline constexpr size_t kMostDeferredParticipants = 4;
 
-// A copy from the host to a device. A participant claims a window, stages it in a buffer, enqueues
-// its transfers, and goes on to the next. Copies to new memory of the engine's stream never wait
-// for a caller's stream. Existing destinations, and new memory of the caller's stream, are written
-// after the work that the caller's current stream of the target has when the job is created.
+// A copy from the host to a device. A participant claims a part of a window, stages it in the
+// window's buffer, and goes on to the next; the last one of a window enqueues its transfers. Copies
+// to new memory of the engine's stream never wait for a caller's stream. Existing destinations, and
+// new memory of the caller's stream, are written after the work that the caller's current stream of
+// the target has when the job is created.
 //
 // With memory for the whole batch the transfers are deferred: workers stage, and the thread that
 // uses the batch enqueues one transfer for each chunk. This is for loops that enqueue kernels all
@@ -52,18 +55,29 @@ class HostToDeviceJob final : public CopyJob {
     Window window;
     StagingLease lease;
   };
+  // A window whose parts are claimed, and its buffer.
+  struct OpenWindow {
+    std::optional<StagingLease> lease;  // set before a part is claimed; taken with the last one
+    std::atomic<size_t> unstaged_parts = 0;
+  };
 
-  size_t parts() const override { return windows_.size(); }
+  size_t parts() const override { return parts_.size(); }
   size_t most_participants() const override;
   bool can_be_helped() const override { return true; }
   void transfer_all() override;
   void complete() override;
   void finish() noexcept override;
-  void transfer_window();
-  std::optional<StagingLease> lease_buffer();
+  void transfer_next();
+  void stage_next();
+  std::optional<WindowPart> claim_part(std::optional<StagingLease>& lease);
+  std::optional<Window> claim_window();
+  bool needs_buffer() const;
+  StagingUse staging_use() const;
+  std::optional<StagingLease> lease_buffer(bool& is_refused);
+  void stage_part(const WindowPart& part);
   void transfer_straight(size_t chunk);
   void transfer_pageable(const Window& window);
-  bool is_far_ahead(const Window& next);
+  bool is_far_ahead(uint64_t next);
   void stage(const Window& window, std::byte* to, StoreTo store);
   void enqueue(StagedWindow staged);
   void send_parts(const Window& window, const std::byte* staged);
@@ -78,9 +92,15 @@ class HostToDeviceJob final : public CopyJob {
   std::vector<c10::Storage> scratch_;   // by chunk, for scattered chunks; empty: there are none
   const std::vector<size_t> straight_;  // claimed one by one
   std::atomic<size_t> next_straight_ = 0;
-  const std::vector<Window> windows_;   // claimed one by one
-  Combiner<StagedWindow> staged_;       // the driver admits one thread at a time
-  std::optional<DeferredLease> batch_;  // nullopt: the transfers are not deferred
+  const std::vector<Window> windows_;
+  // Claimed one by one: whole windows, unless they are staged in the ring.
+  const std::vector<WindowPart> parts_;
+  Mutex claiming_;
+  std::atomic<size_t> opened_ = 0;        // windows that have a buffer; changed under claiming_
+  std::atomic<bool> is_growing_ = false;  // a participant may pin a buffer
+  std::vector<OpenWindow> open_;          // by window; empty: they are not staged in the ring
+  Combiner<StagedWindow> staged_;         // the driver admits one thread at a time
+  std::optional<DeferredLease> batch_;    // nullopt: the transfers are not deferred
   Mutex sending_;
 };
 

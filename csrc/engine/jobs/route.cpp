@@ -90,7 +90,7 @@ Route from_host_to_device(const LeafGroup& group, const RouteOptions& options) {
     if (chunks[i].bytes != 0 && is_straight(work, chunks[i])) route.straight.push_back(i);
   }
   route.windows =
-      cut_windows(*work.plan, *work.leaves, window_bytes(group, options),
+      cut_windows(*work.plan, window_bytes(group, options),
                   [&](const ChunkPlan& chunk) { return !in_place || !is_straight(work, chunk); });
   return route;
 }
@@ -116,7 +116,7 @@ Route into_host(const CopyWork& work, const RouteOptions& options) {
       continue;
     }
     const auto is_it = [&only](const ChunkPlan& chunk) { return &chunk == &only; };
-    const auto cut = cut_windows(plan, *work.leaves, WindowBytes::all(kStagingBufferBytes), is_it);
+    const auto cut = cut_windows(plan, WindowBytes::all(kStagingBufferBytes), is_it);
     route.windows.insert(route.windows.end(), cut.begin(), cut.end());
   }
   return route;
@@ -341,7 +341,7 @@ Route find_route(const LeafGroup& group, const RouteOptions& options) {
   if (group.in_place && options.use_pinned_staging) return {JobKind::kRows};
   if (is_from_host && group.target.is_cpu()) {
     const WindowBytes bytes = window_bytes(group, options);
-    return {JobKind::kHost, {}, cut_windows(*group.work.plan, *group.work.leaves, bytes)};
+    return {JobKind::kHost, {}, cut_windows(*group.work.plan, bytes)};
   }
   if (is_from_host) return from_host_to_device(group, options);
   const bool fills_host = group.target.is_cpu() && !is_to_new_memory(group.work);

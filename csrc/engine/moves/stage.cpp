@@ -13,10 +13,12 @@
 namespace tdcopier {
 namespace {
 
-// Contiguous pieces from this size on are written past the caches. Otherwise the first bytes would
-// be evicted before the device reads the last ones, or the device would have to fetch all of them
-// from the caches, which is slower.
-constexpr uint64_t kStreamedBytes = 64 * 1024;
+// Contiguous pieces from this size on are written past the core's caches, from which a device reads
+// changed lines at about 10 GB/s. So, on an H200, 1024 leaves of 4 KiB arrive in 303 us instead of
+// 526, 256 of 32 KiB in 327 instead of 621, and 16 of 32 KiB in 87 instead of 124.
+constexpr uint64_t kStreamedBytes = 1024;
+// The same if the host reads them next, from its caches.
+constexpr uint64_t kStreamedBytesForHost = 64 * 1024;
 
 TDCOPIER_PREFETCH void prefetch_beginning(const Leaf& leaf) {
   prefetch_lines(leaf.data, std::min<uint64_t>(leaf.bytes, 4 * kLineBytes));
@@ -33,7 +35,7 @@ void stage_strided(const LeafTable& leaves, const Leaf& leaf, LeafRange range, s
 }
 
 void copy_contiguous(std::byte* to, const std::byte* from, uint64_t bytes, StoreTo store) {
-  if (bytes < kStreamedBytes) {
+  if (bytes < (store == StoreTo::kOwnCache ? kStreamedBytesForHost : kStreamedBytes)) {
     std::memcpy(to, from, bytes);
   } else {
     copy_streaming(to, from, bytes, store);
@@ -91,6 +93,9 @@ void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& w
       const LeafRange range{begin - offset, end - offset};
       if (leaf.strided) {
         stage_leaf(leaves, leaf, range, here + (begin - from));
+        if (leaf.is_rows() && store != StoreTo::kOwnCache) {
+          demote(here + (begin - from), end - begin);
+        }
       } else {
         copy_contiguous(here + (begin - from),
                         static_cast<const std::byte*>(leaf.data) + range.begin, end - begin, store);
@@ -98,6 +103,7 @@ void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& w
     }
   };
   for_each_chunk_in_window(plan, window, stage_chunk);
+  end_streaming();
 }
 
 }  // namespace tdcopier

@@ -21,7 +21,7 @@ struct LeafRange {
 };
 
 // Writes the window's part of each leaf to its place in `staging`, which holds the window's bytes.
-// Bytes between slots are not written. `store`: where large contiguous pieces go.
+// Bytes between slots are not written. `store`: where contiguous pieces go, except small ones.
 void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& window,
                   std::byte* staging, StoreTo store = StoreTo::kMemory);
 

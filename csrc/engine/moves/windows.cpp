@@ -1,4 +1,5 @@
-// Cuts the chunks of a plan into windows of about equal size, or of growing size.
+// Cuts the chunks of a plan into windows of about equal size, or of growing size, and those into
+// parts.
 #include "engine/moves/windows.h"
 
 #include <atomic>
@@ -21,40 +22,34 @@ uint64_t even_step(uint64_t bytes, uint64_t most) {
   return std::min(most, align_up((bytes + steps - 1) / steps, kPageBytes));
 }
 
-// Rows do not count: they are read whole, which takes no longer.
-bool has_strided(const PackPlan& plan, const LeafTable& leaves, const ChunkPlan& chunk) {
-  return std::any_of(
-      plan.order.begin() + chunk.first, plan.order.begin() + chunk.last,
-      [&](uint32_t leaf) { return leaves[leaf].strided && !leaves[leaf].is_rows(); });
-}
-
 }  // namespace
 
 void set_max_window_bytes(uint64_t bytes) {
   g_max_window_bytes = bytes;
 }
 
-std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
-                                WindowBytes window_bytes,
+std::vector<Window> cut_windows(const PackPlan& plan, WindowBytes window_bytes,
                                 const std::function<bool(const ChunkPlan&)>& is_staged) {
-  constexpr size_t kWindowsOfRound = 8;
   std::vector<Window> windows;
-  uint64_t first_bytes = window_bytes.most;
-  if (window_bytes.grow) {
-    uint64_t staged_bytes = 0;
-    for (const ChunkPlan& chunk : plan.chunks) staged_bytes += is_staged(chunk) ? chunk.bytes : 0;
-    first_bytes = staged_bytes < kManyStagedBytes ? kFirstWindowBytes : kLargeFirstWindowBytes;
-  }
+  uint64_t left = 0;
+  for (const ChunkPlan& chunk : plan.chunks) left += is_staged(chunk) ? chunk.bytes : 0;
+  uint64_t before = 0;
+  // Returns the bytes of the next window.
+  const auto next_bytes = [&](uint64_t step) {
+    if (!window_bytes.grow) return step;
+    return std::min(
+        {step, std::max(before, kFirstWindowBytes), std::max(left / 2, kLastWindowBytes)});
+  };
   const auto cut = [&](Window all, uint64_t most) {
     const uint64_t step = even_step(all.bytes(), most);
     while (all.begin < all.end) {
-      const size_t round = std::min<size_t>(windows.size() / kWindowsOfRound, 32);
-      const uint64_t here = std::min(step, first_bytes << round);
       // Windows end at cache lines. Chunks have the same offset in a line as on the target, so no
       // element is cut.
-      const uint64_t line = (all.begin + here) / kLineBytes * kLineBytes;
+      const uint64_t line = (all.begin + next_bytes(step)) / kLineBytes * kLineBytes;
       windows.push_back(
           {all.begin, std::min(all.end, line > all.begin ? line : line + kLineBytes)});
+      before += windows.back().bytes();
+      left -= std::min(left, windows.back().bytes());
       all.begin = windows.back().end;
     }
   };
@@ -63,19 +58,35 @@ std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
     const ChunkPlan& first = plan.chunks[i++];
     if (!is_staged(first)) continue;
     Window all{first.begin, first.end()};
-    bool strided = has_strided(plan, leaves, first);
     const auto goes_on = [&] {
       return i < plan.chunks.size() && first.packed && plan.chunks[i].packed &&
              is_staged(plan.chunks[i]);
     };
-    for (; goes_on(); ++i) {
-      all.end = plan.chunks[i].end();
-      strided = strided || has_strided(plan, leaves, plan.chunks[i]);
-    }
-    const bool in_small_parts = strided && all.bytes() > kStridedWindowBytes;
-    cut(all, in_small_parts ? std::min(most, kStridedWindowBytes) : most);
+    for (; goes_on(); ++i) all.end = plan.chunks[i].end();
+    cut(all, most);
   }
   return windows;
+}
+
+std::vector<WindowPart> cut_parts(const std::vector<Window>& windows) {
+  constexpr uint64_t kSmallBytes = 512 * 1024;  // to be staged by one thread
+  constexpr uint64_t kLeastBytes = 64 * 1024;
+  constexpr uint64_t kMostBytes = 256 * 1024;
+  std::vector<WindowPart> parts;
+  for (size_t i = 0; i < windows.size(); ++i) {
+    const auto [begin, end] = windows[i];
+    const bool is_small = windows.size() == 1 && windows[i].bytes() <= kSmallBytes;
+    const uint64_t eighth = std::clamp(windows[i].bytes() / 8, kLeastBytes, kMostBytes);
+    const uint64_t step = is_small ? windows[i].bytes() : even_step(windows[i].bytes(), eighth);
+    for (uint64_t at = begin; at < end;) {
+      // Like windows, parts end at cache lines.
+      const uint64_t line = std::max((at + step) / kLineBytes * kLineBytes, at + kLineBytes);
+      const uint64_t next = end - at <= step ? end : std::min(end, line);
+      parts.push_back({i, at, next});
+      at = next;
+    }
+  }
+  return parts;
 }
 
 }  // namespace tdcopier

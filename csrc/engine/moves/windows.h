@@ -1,7 +1,7 @@
-// The windows that participants of a job claim: the sizes to choose from, of which
-// engine/jobs/route.cpp chooses, and how the chunks of a pack plan are cut into them. A window that
-// is staged fits in a staging buffer, of kStagingBufferBytes (2 MiB); files that are mapped are
-// read in kMappedWindowBytes.
+// The windows of a job: the sizes to choose from, of which engine/jobs/route.cpp chooses, and how
+// the chunks of a pack plan are cut into them, and windows into the parts that participants claim.
+// A window that is staged fits in a staging buffer, of kStagingBufferBytes (2 MiB); files that are
+// mapped are read in kMappedWindowBytes.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "base/pack_plan.h"
-#include "engine/leaves/leaf.h"
 
 namespace tdcopier {
 
@@ -23,10 +22,6 @@ struct Window {
   uint64_t bytes() const { return end - begin; }
 };
 
-// A chunk with strided leaves is cut into windows of this size: they take so long to read that more
-// participants pay off.
-inline constexpr uint64_t kStridedWindowBytes = 1024 * 1024;
-
 // The most bytes that a participant copies at a time within the host.
 inline constexpr uint64_t kHostWindowBytes = 1024 * 1024;
 
@@ -35,9 +30,9 @@ inline constexpr uint64_t kHostWindowBytes = 1024 * 1024;
 inline constexpr uint64_t kLeastWindowBytes = 64 * 1024;
 inline constexpr uint64_t kLeastDeferredWindowBytes = 512 * 1024;
 
-// The sizes of a job's windows: all have up to `most` bytes; or they grow: the first ones are
-// small, so that the device starts early, and each round of windows is twice as large as the one
-// before.
+// The sizes of a job's windows: all have up to `most` bytes; or the first is small, so that the
+// device starts early, and each is at most as large as all before it; the last ones are smaller
+// again, since nothing is staged any more while the device reads the last.
 struct WindowBytes {
   uint64_t most;
   bool grow;
@@ -46,12 +41,12 @@ struct WindowBytes {
   static WindowBytes growing(uint64_t most) { return {most, true}; }
 };
 
-// The first window of jobs that stage fewer bytes than kManyStagedBytes, and of the others. The
-// device is idle until it is staged, but each window costs the device 2.5 us beside its bytes. In
-// larger jobs every one of 12 workers gets a window nevertheless.
+// The first window of windows that grow. The device is idle until it is staged. It cannot be
+// smaller, since each transfer takes the device 2.6 us beside its bytes (H200; events and a second
+// stream change nothing), in which the link could send 140 KB.
 inline constexpr uint64_t kFirstWindowBytes = 256 * 1024;
-inline constexpr uint64_t kLargeFirstWindowBytes = 512 * 1024;
-inline constexpr uint64_t kManyStagedBytes = 16 * kLargeFirstWindowBytes;
+// Of those, the last ones are not smaller than this.
+inline constexpr uint64_t kLastWindowBytes = 1024 * 1024;
 
 // Bounds the size of all windows, for tests that need many windows for little data. Thread: any.
 void set_max_window_bytes(uint64_t bytes);
@@ -59,8 +54,19 @@ void set_max_window_bytes(uint64_t bytes);
 // Returns windows that cover the chunks for which `is_staged`, in the plan's order. Consecutive
 // packed chunks share windows; windows of full size in one chunk are about equal.
 std::vector<Window> cut_windows(
-    const PackPlan& plan, const LeafTable& leaves, WindowBytes window_bytes,
+    const PackPlan& plan, WindowBytes window_bytes,
     const std::function<bool(const ChunkPlan&)>& is_staged = [](const ChunkPlan&) { return true; });
+
+// A part of a window that one participant stages.
+struct WindowPart {
+  size_t window;
+  uint64_t begin;  // in the plan's image, as the end
+  uint64_t end;
+};
+
+// Returns the parts of the windows, in their order: several of each, so that all participants
+// stage the window that the device needs next. A single window that is small has one part.
+std::vector<WindowPart> cut_parts(const std::vector<Window>& windows);
 
 // Calls visit(chunk index, begin, end, offset in the window) for each chunk that has bytes in the
 // window: its bytes [begin, end).
