@@ -30,11 +30,20 @@ from tdcopier.workloads import WORKLOADS
 SHARE = 0.12  # of the repeats: a call takes ms with what is between two of them
 DETECTION, FLAT, NESTED = "detection batch", "flat TensorDict", "nested TensorDict, 10 x 10 x 10"
 AGENTS, CONTROL, ATARI = "64 agents, TensorDict", "control TensorDict", "Atari TensorDict"
+MANY_AGENTS = "64 agents, 2 MB, TensorDict"
 IMAGES = "detection batch with images"
 BESIDE = (DETECTION, FLAT, IMAGES)
 """Batches that are timed beside a load, host to device."""
 WANTED = {
-    "h2d": {DETECTION: 6.0, FLAT: 9.0, NESTED: 9.0, AGENTS: 8.0, CONTROL: 2.5, ATARI: 2.3},
+    "h2d": {
+        DETECTION: 6.0,
+        FLAT: 9.0,
+        NESTED: 9.0,
+        AGENTS: 8.0,
+        MANY_AGENTS: 8.0,
+        CONTROL: 2.5,
+        ATARI: 2.3,
+    },
     "d2h": {DETECTION: 12.0, FLAT: 10.0, CONTROL: 2.5, ATARI: 1.0},
 }
 """By direction and batch: the target for the time of the best other way over ours."""
@@ -100,6 +109,7 @@ def batches_here() -> dict[str, Batch]:
         FLAT: td_batches.flat,
         NESTED: td_batches.nested,
         AGENTS: td_batches.agents,
+        MANY_AGENTS: td_batches.many_agents,
         CONTROL: td_batches.control,
         ATARI: td_batches.atari,
     }

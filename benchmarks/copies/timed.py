@@ -96,7 +96,11 @@ def timed(
     outcomes = {way.name: wrong_places(way, sources[0], direction, kind) for way in ways}
     failed = {name: found for name, found in outcomes.items() if isinstance(found, str)}
     right = [way for way in ways if way.name not in failed]
-    how = {"burst": 1, "bound": False, "before_call": _settle(bench)} if cold else {"burst": BURST}
+    how = (
+        {"burst": 1, "bound": False, "before_call": cold_settle(bench.is_real)}
+        if cold
+        else {"burst": BURST}
+    )
     found = bench.compared(
         f"{direction.name}, {label}",
         right,
@@ -117,12 +121,18 @@ def timed(
     }
 
 
-def _settle(bench: Bench) -> Callable[[], None]:
+def cold_settle(pinned: bool) -> Callable[[], None]:
+    """Return a function that leaves nothing of a call in the caches.
+
+    Args:
+        pinned: Whether torch's pinned memory takes back what the call has dropped, too.
+
+    """
     other = np.zeros(OTHER_BYTES // 8)
 
     def settle() -> None:
         other.fill(1.0)
-        torch.empty(1, pin_memory=bench.is_real)
+        torch.empty(1, pin_memory=pinned)
 
     return settle
 
