@@ -107,13 +107,27 @@ def start_copy_into(
     destinations are then undefined. They are also undefined if Ctrl-C interrupts this call, which
     raises once nothing writes to the destinations any more.
     """
-    options = options_for_filling(use_pinned_staging, use_background_thread)
-    return _start(source, destination, options, copy_opaque)
+    return _start(
+        source,
+        destination,
+        use_pinned_staging=use_pinned_staging,
+        use_background_thread=use_background_thread,
+        copy_opaque=copy_opaque,
+    )
 
 
 def _start(
-    source: Any, destination: T, options: _C.CopyOptions, copy_opaque: bool
+    source: Any,
+    destination: T,
+    *,
+    use_pinned_staging: bool,
+    use_background_thread: bool,
+    copy_opaque: bool,
+    in_place: bool = False,
 ) -> AsyncCopyHandle[T]:
+    options = options_for_filling(use_pinned_staging, use_background_thread)
+    if in_place:
+        options = options.reading_pinned_in_place()
     copies_opaque = bool_option("copy_opaque", copy_opaque)
     check = _checking.SourceCheck.of_filling(source, destination) if _checking.enabled else None
     handle = _C.start_copy_into(source, destination, fill, options, copies_opaque)
@@ -135,8 +149,15 @@ def copy_into(
     read, and `destination` written, only within this call: Ctrl-C raises after the last write, and
     at once when pressed again. So the device reads large pinned sources where they are.
     """
-    options = options_for_filling(use_pinned_staging, use_background_thread)
-    return finished(_start(source, destination, options.reading_pinned_in_place(), copy_opaque))
+    handle = _start(
+        source,
+        destination,
+        use_pinned_staging=use_pinned_staging,
+        use_background_thread=use_background_thread,
+        copy_opaque=copy_opaque,
+        in_place=True,
+    )
+    return finished(handle)
 
 
 def finished(handle: AsyncCopyHandle[T]) -> T:

@@ -44,7 +44,7 @@ def test_gather_and_scatter_block(device):
 
 def test_the_blocking_calls_pass_every_option_on(device, monkeypatch):
     seen = []
-    monkeypatch.setattr("tdcopier._into.start_copy_into", _noting(seen))
+    monkeypatch.setattr("tdcopier._into._start", _noting(seen))
     monkeypatch.setattr("tdcopier._rows.scatter.start_scatter", _noting(seen))
     monkeypatch.setattr("tdcopier._rows.gather.start_gather", _noting(seen))
     monkeypatch.setattr("tdcopier._copy.start_copy", _noting(seen))
@@ -55,7 +55,7 @@ def test_the_blocking_calls_pass_every_option_on(device, monkeypatch):
     tdcopier.copy([], device, **options)
     tdcopier.to([], device, **options)
     assert seen == [
-        {**options, "copy_opaque": True},
+        {**options, "copy_opaque": True, "in_place": True},
         options,
         {**options, "out": None},
         *[options] * 2,

@@ -14,7 +14,7 @@ from fork_server import run_forked
 
 pytestmark = pytest.mark.sim
 
-SEEDS = 150
+SEEDS = 1000
 # Promises that Python keeps, and no part of the engine, with the tests of them.
 NOT_THE_ENGINES = {
     "Check mode": "tests/copy/test_checking.py",

@@ -403,12 +403,12 @@ def results_that_python_has_seen_are_dropped(world: ScenarioWorld) -> None:
     """H2D: a worker that has left may be late. It must need no GIL to drop what it holds."""
     device = world.devices[0]
     with small_limits(staging_buffers=1):
-        for number in range(12):
+        for number in range(24):
             batch = world.batch((30, 3))
             result = tdcopier.start_copy(batch, device).wait()
             for leaf in result:
                 leaf.untyped_storage()  # gets a Python object, which is destroyed with the GIL
-            if number % 12 == 0:
+            if number == 0:
                 world.read_late(result, batch)
             del leaf, result
             for _ in range(4):

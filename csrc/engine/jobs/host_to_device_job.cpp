@@ -134,18 +134,29 @@ void HostToDeviceJob::transfer_next() {
 
 void HostToDeviceJob::stage_next() {
   std::optional<StagingLease> lease;
-  while (is_part_left()) {
-    if (const std::optional<WindowPart> part = claim_part(lease)) {
-      lease.reset();  // another participant has opened the window
-      return stage_part(*part);
-    }
-    bool is_refused = false;
-    lease = lease_buffer(is_refused);
-    if (!is_refused) continue;
+  std::optional<WindowPart> part = claim_part(lease);
+  while (!part && is_part_left()) {
+    const std::optional<Window> unstaged = open_next(lease, part);
+    if (unstaged) return transfer_pageable(*unstaged);
+  }
+  lease.reset();  // another participant has opened the window
+  if (part) stage_part(*part);
+}
+
+// Leases a buffer for the next window, and claims a part. If none can be had, claims and returns
+// the whole window. May do neither, if another participant has opened the window.
+std::optional<Window> HostToDeviceJob::open_next(std::optional<StagingLease>& lease,
+                                                 std::optional<WindowPart>& part) {
+  const GrowingRing growing(is_growing_, accelerator_.staging());
+  bool is_refused = false;
+  lease = lease_buffer(growing.is_it(), is_refused);
+  if (is_refused) {
     note_fallback();  // no memory can be pinned
     if (destinations_ready_) wait_until_ended(*destinations_ready_);
-    if (const std::optional<Window> window = claim_window()) return transfer_pageable(*window);
+    return claim_window();
   }
+  part = claim_part(lease);
+  return std::nullopt;
 }
 
 // Claims the next part if its window has a buffer, or gets one: a free one, or the one that is
@@ -192,18 +203,17 @@ StagingUse HostToDeviceJob::staging_use() const {
 }
 
 // Leases a buffer for a window, unless none is needed any more. Tells if none can be had.
-std::optional<StagingLease> HostToDeviceJob::lease_buffer(bool& is_refused) {
-  StagingRing& ring = accelerator_.staging();
+std::optional<StagingLease> HostToDeviceJob::lease_buffer(bool pins, bool& is_refused) {
   bool is_needed = true;
+  const auto is_wanted = [&] {
+    is_needed = needs_buffer();
+    return is_needed && (pins || is_growing_);
+  };
   try {
     const WithoutPart waiting(*this);
-    const GrowingRing growing(is_growing_, ring);
-    const auto is_wanted = [&] {
-      is_needed = needs_buffer();
-      return is_needed && (growing.is_it() || is_growing_);
-    };
-    std::optional<StagingLease> lease = ring.acquire(staging_use(), is_wanted, growing.is_it());
-    is_refused = !lease && is_needed && growing.is_it();
+    std::optional<StagingLease> lease =
+        accelerator_.staging().acquire(staging_use(), is_wanted, pins);
+    is_refused = !lease && is_needed && pins;
     return lease;
   } catch (const Interrupted&) {
     throw;

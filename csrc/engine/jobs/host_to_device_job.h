@@ -69,11 +69,13 @@ class HostToDeviceJob final : public CopyJob {
   void finish() noexcept override;
   void transfer_next();
   void stage_next();
+  std::optional<Window> open_next(std::optional<StagingLease>& lease,
+                                  std::optional<WindowPart>& part);
   std::optional<WindowPart> claim_part(std::optional<StagingLease>& lease);
   std::optional<Window> claim_window();
   bool needs_buffer() const;
   StagingUse staging_use() const;
-  std::optional<StagingLease> lease_buffer(bool& is_refused);
+  std::optional<StagingLease> lease_buffer(bool pins, bool& is_refused);
   void stage_part(const WindowPart& part);
   void transfer_straight(size_t chunk);
   void transfer_pageable(const Window& window);
