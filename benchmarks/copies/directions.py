@@ -15,7 +15,7 @@ HOST = torch.device("cpu")
 MEMCPYS = {
     "h2d": ("Memcpy HtoD",),
     "d2h": ("Memcpy DtoH", "move_segments"),
-    "d2d": ("Memcpy PtoP", "Memcpy DtoD"),
+    "d2d": ("Memcpy PtoP", "Memcpy DtoD", "move_segments"),
 }
 """Names of a direction's transfers in torch.profiler on CUDA, the most specific first."""
 
@@ -113,7 +113,7 @@ def memcpys_among(names: Iterable[str], direction: str) -> int:
     Between two devices, some drivers record every transfer as ``Memcpy PtoP``, and ``Memcpy DtoD``
     is then a copy within one device; others record both as ``DtoD``. So only the first name that
     occurs counts. A gather or scatter is a kernel with neither name. But a kernel that gathers
-    directly into host memory is itself the transfer, and counts if there is no memcpy.
+    directly into the memory of the target is itself the transfer, and counts if there is no memcpy.
     """
     found = list(names)
     counts = (sum(memcpy in name for name in found) for memcpy in MEMCPYS[direction])

@@ -108,12 +108,46 @@ def test_leaves_with_gaps_and_empty_ones_go_beside_it(device):
         assert torch.equal(got, leaf.cpu())
 
 
-def test_between_devices(device, other_device):
-    source = leaves_of(LENGTHS["small"], WIDTHS, other_device)
-    assert_equal_bytes(tdcopier.copy(source, device), source)
-    destination = leaves_of(LENGTHS["small"], WIDTHS, device)
-    tdcopier.start_copy_into(source, destination).get()
-    assert_equal_bytes(destination, source)
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_leaves_of_every_width_arrive_on_another_device(device, other_device, kind):
+    for straight in (0, 1 << 30):
+        _C.testing.set_max_straight_bytes(straight)
+        for shift in (0, 1, 3):
+            source = leaves_of(LENGTHS[kind], WIDTHS[:3], other_device, shift)
+            assert_equal_bytes(tdcopier.copy(source, device), source)
+            destination = leaves_of(LENGTHS[kind], WIDTHS[:3], device)
+            tdcopier.start_copy_into(source, destination).get()
+            assert_equal_bytes(destination, source)
+
+
+def test_the_other_device_is_written_straight_after_the_first_copy(device, other_device):
+    source = leaves_of(LENGTHS["small"], [torch.uint8], other_device)
+    tdcopier.copy(source, device)
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(acc_events=True) as profiler:
+        handle = tdcopier.start_copy(source, device)
+        assert_equal_bytes(handle.get(), source)
+        torch.cuda.synchronize(device)
+    names = [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert sum("move_segments" in name for name in names) == 1
+    assert not any("Memcpy" in name and "DtoH" not in name for name in names)
+    assert (handle.stats.transfers, handle.stats.fallbacks) == (1, 0)
+    assert tdcopier.explain(source, device).counts.transfers == 1
+
+
+@pytest.mark.parametrize("count", [200, 3])
+def test_another_device_is_written_behind_the_kernels_of_both(device, other_device, count):
+    source = [torch.zeros(70_000, device=other_device) for _ in range(count)]
+    for turn in range(20):
+        for leaf in source:
+            leaf.fill_(turn)
+        with torch.cuda.device(device):  # what it frees is written by the next copy
+            freed = [torch.full((70_000,), -1.0, device=device) for _ in range(count)]
+            del freed
+        result = tdcopier.start_copy(source, device).wait()
+        for leaf in source:
+            leaf.fill_(-2)
+        assert all(leaf.eq(turn).all() for leaf in result)
 
 
 def test_destinations_far_apart_on_the_device_are_filled(device):

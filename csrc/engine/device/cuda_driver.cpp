@@ -28,6 +28,9 @@ const CudaDriver* load() {
       look_up(library, "cuCtxPushCurrent_v2", driver.push_context) &&
       look_up(library, "cuCtxPopCurrent_v2", driver.pop_context) &&
       look_up(library, "cuStreamCreateWithPriority", driver.create_stream);
+  const bool copies_to_peers = look_up(library, "cuMemcpyAsync", driver.copy_any) &&
+                               look_up(library, "cuPointerGetAttribute", driver.pointer_attribute);
+  if (!copies_to_peers) driver.copy_any = nullptr;
   const bool registers = look_up(library, "cuMemHostRegister_v2", driver.register_host) &&
                          look_up(library, "cuMemHostUnregister", driver.unregister_host);
   if (!registers) driver.register_host = nullptr;

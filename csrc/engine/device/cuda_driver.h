@@ -26,6 +26,11 @@ struct CudaDriver {
   int (*create_stream)(void** stream, unsigned flags,
                        int priority);  // cuStreamCreateWithPriority
 
+  // For copies to a peer's memory. Null if the driver lacks either.
+  int (*copy_any)(uint64_t to, uint64_t from, size_t bytes, void* stream);  // cuMemcpyAsync
+  int (*pointer_attribute)(void* value, int attribute, uint64_t address);   // cuPointerGetAttribute
+  bool can_copy_to_peers() const { return copy_any != nullptr; }
+
   // Null if the driver lacks either.
   int (*register_host)(void* begin, size_t bytes, unsigned flags);  // cuMemHostRegister_v2
   int (*unregister_host)(void* begin);                              // cuMemHostUnregister

@@ -8,6 +8,7 @@
 
 #include "base/cache_line.h"
 #include "engine/device/events.h"
+#include "engine/device/peer_memory.h"
 #include "engine/moves/enqueue_transfers.h"
 #include "engine/moves/gather_scatter.h"
 
@@ -39,6 +40,7 @@ FromDeviceJob::FromDeviceJob(Accelerator& source, c10::Device target, CopyWork w
       pinned_(pinned),
       ranges_(std::move(ranges)),
       within_(source.device() == target),
+      between_(!within_ && !target.is_cpu()),
       sources_ready_(source.record_current()),
       destinations_ready_(work_.result ? nullptr : accelerator_.record_current()) {}
 
@@ -55,6 +57,27 @@ void FromDeviceJob::transfer_all() {
     arrived_ = accelerator_.events().record_or_wait(stream_);
     return;
   }
+  if (!between_) return transfer_ranges();
+  let_read_stream_write();
+  try {
+    transfer_ranges();
+  } catch (...) {
+    join_read_stream();  // some transfers may be in flight
+    throw;
+  }
+  join_read_stream();
+}
+
+void FromDeviceJob::let_read_stream_write() {
+  accelerator_.events().record(stream_)->block(*read_stream_);
+}
+
+void FromDeviceJob::join_read_stream() {
+  const EventRef written = source_.events().record_or_wait(*read_stream_);
+  if (written) written->block(stream_);
+}
+
+void FromDeviceJob::transfer_ranges() {
   for (const auto& [first, last, by] : ranges_) {
     if (by == ChunkRange::By::kKernel) {
       gather_straight(first, last);
@@ -111,9 +134,10 @@ void FromDeviceJob::gather_straight(size_t first, size_t last) {
 }
 
 // Tells the pinned allocator that the stream writes these chunks. If that fails, waits for the
-// stream: the memory must not be freed before it is written.
+// stream: the memory must not be freed before it is written. Memory of a device is freed in the
+// order of its stream.
 void FromDeviceJob::note_written(size_t first, size_t last) {
-  if (within_) return;
+  if (!target_.is_cpu()) return;
   try {
     for (size_t i = first; i < last; ++i) work_.result->note_written(i, *read_stream_);
   } catch (...) {
@@ -141,10 +165,13 @@ void FromDeviceJob::transfer(size_t index, const std::byte* from) {
     const c10::StreamGuard on_target_stream(stream_);
     scratch = allocate_on_device(target_, chunk.bytes);
     to = static_cast<std::byte*>(scratch.mutable_data());
+    let_read_stream_write();
   }
-  enqueue_between(stream_, to, *read_stream_, from, chunk.bytes);
+  const bool is_writable = can_write_peer(source_.device(), target_, to);
+  enqueue_between(stream_, to, *read_stream_, from, chunk.bytes, is_writable);
   count_transfer(chunk.bytes);
   if (scratch) {
+    join_read_stream();
     std::byte* const at[] = {to};
     scatter(stream_, plan_, leaves_, work_.destinations, {index, index + 1, at});
   }

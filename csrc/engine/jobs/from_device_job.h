@@ -15,8 +15,9 @@ namespace tdcopier {
 struct ChunkRange {
   enum class By : uint8_t {
     kTransfer,  // one contiguous leaf, from where it is
-    kKernel,  // gathered straight into the result: by a kernel into pinned memory, or on the device
-    kScratch,  // gathered on the device, then transferred one by one
+    kKernel,    // gathered straight into the result: within the device, or by a kernel into pinned
+                // memory or a peer's
+    kScratch,   // gathered on the device, then transferred one by one
   };
 
   size_t first;
@@ -39,16 +40,22 @@ class FromDeviceJob final : public CopyJob {
 
  private:
   void transfer_all() override;
+  void transfer_ranges();
   void gather_and_transfer(size_t first, size_t last);
   void gather_straight(size_t first, size_t last);
   void note_gathered(size_t last);
   void note_written(size_t first, size_t last);  // chunks of a result on the host
   void transfer(size_t chunk, const std::byte* from);
+  // Let the stream of the reads, which makes the transfers between two devices, write what belongs
+  // to the target's stream, and this one go on after them.
+  void let_read_stream_write();
+  void join_read_stream();
 
   Accelerator& source_;
   const bool pinned_;
   const std::vector<ChunkRange> ranges_;
   const bool within_;                  // within one device
+  const bool between_;                 // between two
   const EventRef sources_ready_;       // after the caller's work on the sources
   const EventRef destinations_ready_;  // after its work on the destinations; null: new memory
 };

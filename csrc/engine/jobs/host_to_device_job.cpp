@@ -150,10 +150,11 @@ std::optional<Window> HostToDeviceJob::open_next(std::optional<StagingLease>& le
   const GrowingRing growing(is_growing_, accelerator_.staging());
   bool is_refused = false;
   lease = lease_buffer(growing.is_it(), is_refused);
-  if (is_refused) {
-    note_fallback();  // no memory can be pinned
+  if (is_refused) {  // no memory can be pinned
     if (destinations_ready_) wait_until_ended(*destinations_ready_);
-    return claim_window();
+    const std::optional<Window> window = claim_window();
+    if (window) note_fallback();
+    return window;
   }
   part = claim_part(lease);
   return std::nullopt;

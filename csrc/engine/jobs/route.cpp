@@ -12,6 +12,7 @@
 
 #include "engine/device/accelerator.h"
 #include "engine/device/fallbacks.h"
+#include "engine/device/peer_memory.h"
 #include "engine/device/staging_ring.h"
 #include "engine/device/thread_pools.h"
 #include "engine/jobs/host_job.h"
@@ -141,7 +142,20 @@ size_t end_of_group(const CopyWork& work, size_t first) {
   return last;
 }
 
-// Returns whether a kernel can gather the chunks straight into pinned memory.
+// Returns whether the source's device can write the chunks itself: pinned memory, or memory of a
+// peer. Without a result, for a prediction, the peer's is as the last was.
+bool can_write(const LeafGroup& group, size_t first, size_t last, bool pinned) {
+  const c10::Device source = group.work.leaves->device();
+  if (group.target.is_cpu()) return pinned;
+  if (!is_to_new_memory(group.work)) return false;  // gathers and scatters are by chunks
+  if (!group.work.result) return could_write_peer(source, group.target);
+  for (size_t i = first; i < last; ++i) {
+    if (!can_write_peer(source, group.target, group.work.result->address(i))) return false;
+  }
+  return true;
+}
+
+// Returns whether a kernel can gather the chunks straight into memory that it can write.
 bool can_gather_straight(const CopyWork& work, size_t first, size_t last) {
   const PackPlan& plan = *work.plan;
   const uint64_t bytes = plan.chunks[last - 1].end() - plan.chunks[first].begin;
@@ -157,7 +171,6 @@ Route from_device(const LeafGroup& group, const RouteOptions& options) {
   Route route{JobKind::kFromDevice};
   const bool within = work.leaves->device() == group.target;
   const size_t chunks = within && !is_to_new_memory(work) ? 0 : work.plan->chunks.size();
-  const bool to_pinned = group.target.is_cpu() && options.use_pinned_staging;
   for (size_t first = 0, last = 0; first < chunks; first = last) {
     const ChunkPlan& chunk = work.plan->chunks[first];
     last = first + 1;
@@ -165,7 +178,8 @@ Route from_device(const LeafGroup& group, const RouteOptions& options) {
     ChunkRange::By by = ChunkRange::By::kTransfer;
     if (!is_contiguous(work, chunk)) {
       last = end_of_group(work, first);
-      const bool straight = within || (to_pinned && can_gather_straight(work, first, last));
+      const bool straight = within || (can_gather_straight(work, first, last) &&
+                                       can_write(group, first, last, options.use_pinned_staging));
       by = straight ? ChunkRange::By::kKernel : ChunkRange::By::kScratch;
     }
     route.ranges.push_back({first, last, by});

@@ -27,8 +27,8 @@ namespace tdcopier {
 // Up to this many bytes are staged in the call: a copy of this order takes about as long as waking
 // a worker, 8 us.
 inline constexpr uint64_t kMaxInlineBytes = 512 * 1024;
-// Up to this size a kernel gathers leaves straight into pinned memory: to gather them on the device
-// and transfer them from there would take longer.
+// Up to this size a kernel gathers leaves straight into pinned memory, or into another device's: to
+// gather them on their device and transfer them from there would take longer.
 inline constexpr uint64_t kMaxStraightBytes = 4 * 1024 * 1024;
 
 // Change these limits, for tests and comparisons. Thread: any.

@@ -64,7 +64,13 @@ void copy_to_pageable(const c10::Stream& stream, std::byte* host, const void* fr
 }
 
 void enqueue_between(const c10::Stream& target, std::byte* to, const c10::Stream& source,
-                     const void* from, uint64_t bytes) {
+                     const void* from, uint64_t bytes, bool is_writable) {
+  if (is_writable &&
+      cuda_driver()->copy_any(reinterpret_cast<uint64_t>(to), reinterpret_cast<uint64_t>(from),
+                              bytes, native_handle(source)) == 0) {
+    return;
+  }
+  if (is_writable) note_fallback(source.device_type());
   const c10::InferenceMode no_autograd;
   bytes_at(target.device(), to, bytes).copy_(bytes_at(source.device(), from, bytes), kNonBlocking);
 }

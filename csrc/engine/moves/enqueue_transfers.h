@@ -25,9 +25,11 @@ void enqueue_to_host(const c10::Stream& stream, std::byte* pinned, const void* f
 void copy_from_pageable(const c10::Stream& stream, std::byte* to, const void* host, uint64_t bytes);
 void copy_to_pageable(const c10::Stream& stream, std::byte* host, const void* from, uint64_t bytes);
 
-// Enqueues a D2D transfer on the source's stream, and makes the target's wait for it. Requires:
-// both are the current streams of their devices. Returns at once.
+// Enqueues a D2D transfer on the source's stream. Requires: both are the current streams of their
+// devices, and wait for each other as the memory needs it. Returns at once. `is_writable`: the
+// source's device can write there, see engine/device/peer_memory.h. If not, torch's copy is used,
+// which then makes it so, and makes both streams wait for each other.
 void enqueue_between(const c10::Stream& target, std::byte* to, const c10::Stream& source,
-                     const void* from, uint64_t bytes);
+                     const void* from, uint64_t bytes, bool is_writable);
 
 }  // namespace tdcopier
