@@ -51,6 +51,7 @@ void bind_testing(py::module_& m) {
     set_row_kernels(c10::DeviceType::PrivateUse1, *kernels.get_pointer<RowKernels>());
   });
   testing.def("set_max_straight_bytes", &set_max_straight_bytes);
+  testing.def("set_least_leased_bytes", &set_least_leased_bytes);
   // Processes completions since the last copy, so that the next copy does not have to.
   testing.def("settle", [] {
     const WithoutGil no_gil;

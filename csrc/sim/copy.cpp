@@ -132,13 +132,14 @@ void copy_with_host(const at::Tensor& source, const at::Tensor& target, bool non
   const auto note = operation.note;
   if (note) note->wants_reached = true;
   const auto position = queue.enqueue(std::move(operation));
-  auto& pinned = PinnedAllocator::get();
   auto* const data = const_cast<void*>(host.const_data_ptr());
-  if (non_blocking && pinned.is_pinned(data)) {
-    // The engine's own views have no context. For those CUDA's engine calls the driver, and its
-    // allocator hears nothing of it.
+  if (non_blocking && PinnedAllocator::get().is_pinned(data)) {
+    // The engine's own views have no context. For those CUDA's engine calls the driver, and the
+    // allocator in force hears nothing of it.
     auto* const context = host.storage().data_ptr().get_context();
-    if (context != nullptr) pinned.record_event(data, context, stream);
+    if (context != nullptr) {
+      at::getHostAllocator(kDeviceType)->record_event(data, context, stream);
+    }
   } else {
     queue.wait(position);
     // The host would not have waited for a kernel.

@@ -10,7 +10,10 @@ from scenario_world import ScenarioWorld, Tree, small_limits
 from scheduled_reader import scheduled_reader
 
 import tdcopier
+from tdcopier import _C
 from tdcopier._pinned_pool import lease
+
+LEAST_LEASED_BYTES = 64 << 20
 
 
 def one_result_for_three_streams(world: ScenarioWorld) -> None:
@@ -205,6 +208,47 @@ def leased_memory_is_sent_by_torch(world: ScenarioWorld) -> None:
             world.expect([moved], [leaf])
 
 
+def leased_memory_is_sent_by_torch_on_another_stream(world: ScenarioWorld) -> None:
+    """Torch's own H2D from the pool, and the memory is dropped while another stream is current."""
+    device = world.devices[0]
+    tdcopier.trim_pinned_memory()
+    side = world.stream(device)
+    sent = []
+    for _ in range(3):
+        batch = world.batch((40,))
+        (leased,) = lease([160])
+        leased = leased.view(torch.int32).copy_(batch[0])
+        with world.on(side):
+            sent.append((leased.to(device, non_blocking=True), batch[0]))
+        del leased
+    with world.on(side):
+        for moved, leaf in sent:
+            world.expect([moved], [leaf])
+
+
+def a_large_host_result_is_sent_by_torch(world: ScenarioWorld) -> None:
+    """D2H into leased memory, which torch's own H2D on another stream keeps from its next copy."""
+    device = world.devices[0]
+    tdcopier.trim_pinned_memory()
+    side = world.stream(device)
+    sent = []
+    _C.testing.set_least_leased_bytes(64)
+    try:
+        with world.on(world.stream(device)):
+            for _ in range(3):
+                batch = world.batch((40, 17))
+                result = tdcopier.start_copy(world.write(device, batch), "cpu").get()
+                with world.on(side):
+                    moved = result[1].to(device, non_blocking=True)
+                del result
+                sent.append((moved, batch[1]))
+        with world.on(side):
+            for moved, leaf in sent:
+                world.expect([moved], [leaf])
+    finally:
+        _C.testing.set_least_leased_bytes(LEAST_LEASED_BYTES)
+
+
 def leased_memory_is_filled(world: ScenarioWorld) -> None:
     """D2H into the pool: a job keeps leased memory until it has arrived, also if it is dropped."""
     device = world.devices[0]
@@ -251,6 +295,8 @@ CONSUMERS = (
     a_view_outlives_its_result,
     a_leaf_of_a_host_result_is_sent_by_torch,
     leased_memory_is_sent_by_torch,
+    leased_memory_is_sent_by_torch_on_another_stream,
+    a_large_host_result_is_sent_by_torch,
     leased_memory_is_filled,
     a_view_of_a_dropped_source_is_read,
 )

@@ -8,8 +8,18 @@
 
 namespace tdcopier {
 
-std::optional<std::vector<EventRef>> CurrentWork::record(c10::DeviceType type) noexcept {
+std::optional<std::vector<EventRef>> CurrentWork::record(
+    c10::DeviceType type, std::span<const c10::Stream> others) noexcept {
   std::vector<EventRef> events;
+  // Returns false if the stream is capturing.
+  const auto record_on = [&](const c10::Stream& stream) {
+    if (is_capturing(stream)) return false;
+    if (stream.query()) return true;
+    auto& pool = events_[stream.device_index()];
+    if (!pool) pool = std::make_unique<EventPool>(type);
+    events.push_back(pool->record(stream));
+    return true;
+  };
   try {
     const RelaxedCapture relaxed(type);
     const c10::impl::VirtualGuardImpl backend(type);
@@ -17,12 +27,10 @@ std::optional<std::vector<EventRef>> CurrentWork::record(c10::DeviceType type) n
     for (c10::DeviceIndex i = 0; i < backend.deviceCount(); ++i) {
       const c10::Device device(type, i);
       if (!hooks.hasPrimaryContext(i)) continue;
-      const c10::Stream stream = backend.getStream(device);
-      if (is_capturing(stream)) return std::nullopt;
-      if (stream.query()) continue;
-      auto& pool = events_[i];
-      if (!pool) pool = std::make_unique<EventPool>(type);
-      events.push_back(pool->record(stream));
+      if (!record_on(backend.getStream(device))) return std::nullopt;
+    }
+    for (const c10::Stream& stream : others) {
+      if (!record_on(stream)) return std::nullopt;
     }
   } catch (...) {
     return std::nullopt;

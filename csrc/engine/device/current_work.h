@@ -3,10 +3,12 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/Stream.h>
 
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "engine/device/events.h"
@@ -14,12 +16,14 @@
 namespace tdcopier {
 
 // Records events after the work that the calling thread's current streams have, one for each device
-// that is in use. Thread: any, but one at a time. Lifetime: outlives its events.
+// that is in use, and after that of given streams. Thread: any, but one at a time. Lifetime:
+// outlives its events.
 class CurrentWork {
  public:
   // Returns the events that have not ended; nullopt if they cannot be recorded now, for example
   // since a stream is capturing a graph.
-  std::optional<std::vector<EventRef>> record(c10::DeviceType type) noexcept;
+  std::optional<std::vector<EventRef>> record(c10::DeviceType type,
+                                              std::span<const c10::Stream> others = {}) noexcept;
 
  private:
   std::map<c10::DeviceIndex, std::unique_ptr<EventPool>> events_;

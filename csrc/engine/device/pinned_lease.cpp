@@ -24,6 +24,7 @@
 #include "engine/device/graph_capture.h"
 #include "engine/device/pinned_pool.h"
 #include "engine/device/thread_pools.h"
+#include "engine/device/watched_host_allocator.h"
 
 namespace tdcopier {
 namespace {
@@ -37,7 +38,9 @@ constexpr size_t kSliceBytes = size_t{8} << 20;
 class LeasedPiece {
  public:
   LeasedPiece(MemoryRange range, c10::DeviceType type)
-      : range_(range), type_(type), generation_(fork_generation()) {}
+      : range_(range), type_(type), generation_(fork_generation()) {
+    if (range_.bytes != 0) PinnedPool::get().begin_use(range_);
+  }
   // A forked child leaves it to its parent.
   ~LeasedPiece() {
     if (range_.bytes == 0 || generation_ != fork_generation()) return;
@@ -298,6 +301,7 @@ class LeaseWork {
 PinnedLease::PinnedLease(c10::Device device, const std::vector<uint64_t>& sizes)
     : work_(std::make_shared<LeaseWork>(device, sizes)) {
   work_->map_new_pieces();
+  watch_host_allocator(device.type());
   // A deterministic schedule has no threads for this: the thread that waits makes the memory.
   if (work_->slices() == 0 || is_interleaved()) return;
   ThreadPool& workers = pinning_workers();

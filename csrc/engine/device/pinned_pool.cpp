@@ -143,10 +143,29 @@ void PinnedPool::give_back(MemoryRange range) noexcept {
   ranges_.give_back(range);
 }
 
+void PinnedPool::begin_use(MemoryRange range) {
+  const std::lock_guard lock(mutex_);
+  in_use_.insert_or_assign(range.begin, InUse{range.bytes, {}});
+}
+
+bool PinnedPool::note_use(const void* address, const c10::Stream& stream) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  const std::lock_guard lock(mutex_);
+  auto after = in_use_.upper_bound(at);
+  if (after == in_use_.begin()) return false;
+  auto& [begin, range] = *std::prev(after);
+  if (at - begin >= range.bytes) return false;
+  if (std::ranges::find(range.streams, stream) == range.streams.end()) {
+    range.streams.push_back(stream);
+  }
+  return true;
+}
+
 // Does not look at the others: a tree of many tensors may be dropped while a device is at work.
 void PinnedPool::give_back_after_work(MemoryRange range, c10::DeviceType type) noexcept {
-  Returned returned{range, type, false, {}};
   const std::lock_guard lock(mutex_);
+  Returned returned{range, type, {}, false, {}};
+  if (auto used = in_use_.extract(range.begin)) returned.streams = std::move(used.mapped().streams);
   if (has_come_back(returned)) {
     ranges_.give_back(range);
   } else {
@@ -156,7 +175,7 @@ void PinnedPool::give_back_after_work(MemoryRange range, c10::DeviceType type) n
 
 // Returns whether it knows all work. If not, the range stays taken, and the next call tries again.
 bool PinnedPool::record_events(Returned& returned) noexcept {
-  auto events = current_work_.record(returned.type);
+  auto events = current_work_.record(returned.type, returned.streams);
   if (events) returned.events = std::move(*events);
   return events.has_value();
 }

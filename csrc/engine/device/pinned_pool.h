@@ -1,10 +1,11 @@
 // The process's pool of pinned memory: blocks of exact sizes, whose parts are leased and come back.
-// pinned_lease.h makes its blocks. (Copies are staged in the buffers of staging_ring.h, and results
-// are made with torch's allocator, by jobs/route.cpp.)
+// pinned_lease.h makes its blocks. (Copies are staged in the buffers of staging_ring.h, and small
+// results are made with torch's allocator, by jobs/route.cpp.)
 #pragma once
 
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -77,8 +78,14 @@ class PinnedPool {
 
   // Frees a range that no device uses.
   void give_back(MemoryRange range) noexcept;
-  // Frees a range once all work is done that the calling thread's current streams have now. If a
-  // stream is capturing a graph, a later call records the events, on the streams of its thread.
+  // Begins the use of a taken range by tensors.
+  void begin_use(MemoryRange range);
+  // Notes that work on the stream uses a range that contains the address. Returns whether there is
+  // one. See watched_host_allocator.h.
+  bool note_use(const void* address, const c10::Stream& stream);
+  // Frees a range once all work is done that the calling thread's current streams have now, and the
+  // streams of which a use was noted. If a stream is capturing a graph, a later call records the
+  // events, on the streams of its thread.
   void give_back_after_work(MemoryRange range, c10::DeviceType type) noexcept;
 
   // Returns blocks that are wholly free to the system. Returns their size. Blocks: for 0.1 s per
@@ -88,9 +95,14 @@ class PinnedPool {
   uint64_t largest_free_bytes();
 
  private:
+  struct InUse {
+    size_t bytes;
+    std::vector<c10::Stream> streams;
+  };
   struct Returned {
     MemoryRange range;
     c10::DeviceType type;
+    std::vector<c10::Stream> streams;
     bool has_events;
     std::vector<EventRef> events;
   };
@@ -109,8 +121,9 @@ class PinnedPool {
   Mutex mutex_;                                               // guards all below
   std::map<uintptr_t, std::unique_ptr<PinnedBlock>> blocks_;  // by beginning
   FreeRanges ranges_;
-  uint64_t bytes_ = 0;            // of blocks, and of those in the making
-  std::list<Returned> returned_;  // that a device may still use
+  uint64_t bytes_ = 0;                 // of blocks, and of those in the making
+  std::map<uintptr_t, InUse> in_use_;  // by tensors; by beginning
+  std::list<Returned> returned_;       // that a device may still use
   CurrentWork current_work_;
 };
 

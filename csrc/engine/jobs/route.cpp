@@ -13,6 +13,7 @@
 #include "engine/device/accelerator.h"
 #include "engine/device/fallbacks.h"
 #include "engine/device/peer_memory.h"
+#include "engine/device/pinned_pool.h"
 #include "engine/device/staging_ring.h"
 #include "engine/device/thread_pools.h"
 #include "engine/jobs/host_job.h"
@@ -28,9 +29,13 @@ namespace {
 
 std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
 std::atomic<uint64_t> g_max_straight_bytes = kMaxStraightBytes;
+std::atomic<uint64_t> g_least_leased_bytes = kLeastLeasedResultBytes;
 
 // Chunks are gathered on a device in groups of up to this size.
 constexpr uint64_t kMaxGatheredBytes = 32 * 1024 * 1024;
+// Chunks of a leased result that are smaller than this part of the least one are made with torch's
+// allocator, which is faster for them.
+constexpr uint64_t kMostLeasedChunks = 64;
 
 bool is_to_new_memory(const CopyWork& work) {
   return work.kept_destinations == nullptr;
@@ -223,6 +228,23 @@ void make_result_on_device(LeafGroup& group, bool in_callers_order) {
   make_result(group.work, {.device = group.target, .stream = &stream});
 }
 
+// Makes a large result of a device in leased memory. Returns whether it did: the pool may have no
+// room, or the driver refuse to pin.
+bool lease_result(LeafGroup& group, c10::Allocator* pinned) {
+  const c10::Device source = group.work.leaves->device();
+  const uint64_t least = g_least_leased_bytes;
+  if (group.work.plan->total_bytes < least || group.image) return false;
+  try {
+    make_result(group.work, {.device = group.target,
+                             .host_allocator = pinned,
+                             .leasing = Leasing{source, least / kMostLeasedChunks}});
+    return true;
+  } catch (const std::runtime_error&) {
+    note_fallback();
+    return false;
+  }
+}
+
 // Makes a result in pinned memory, or in pageable memory if no more can be pinned and the caller
 // does not insist. Returns whether it is pinned.
 bool make_result_on_host(LeafGroup& group, const RouteOptions& options) {
@@ -235,6 +257,7 @@ bool make_result_on_host(LeafGroup& group, const RouteOptions& options) {
         "used no accelerator, or is a forked child");
   }
   try {
+    if (pinned != nullptr && !source.is_cpu() && lease_result(group, pinned)) return true;
     make_result(group.work, {.device = group.target,
                              .host_allocator = pinned,
                              .image = group.image,
@@ -325,6 +348,10 @@ void set_max_inline_bytes(uint64_t bytes) {
 
 void set_max_straight_bytes(uint64_t bytes) {
   g_max_straight_bytes = bytes;
+}
+
+void set_least_leased_bytes(uint64_t bytes) {
+  g_least_leased_bytes = bytes;
 }
 
 void make_plan(LeafGroup& group, const RouteOptions& options) {

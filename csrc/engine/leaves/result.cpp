@@ -39,6 +39,14 @@ c10::Storage allocate_with(c10::Allocator* allocator, uint64_t bytes) {
           allocator, /*resizable=*/true};
 }
 
+// The size is a multiple of the largest element, because torch saves and loads whole elements of a
+// storage, of any dtype.
+uint64_t total_bytes(const ChunkPlan& plan) {
+  const bool is_aligned = plan.alignment_bytes <= kAllocatorAlignmentBytes;
+  const uint64_t needed = plan.bytes + (is_aligned ? 0 : plan.alignment_bytes - 1);
+  return (needed + kMostElementBytes - 1) / kMostElementBytes * kMostElementBytes;
+}
+
 }  // namespace
 
 bool is_lack_of_memory(const c10::Error& error) {
@@ -74,26 +82,35 @@ Result::Result(const MemoryOf& memory, std::shared_ptr<const LeafTable> leaves,
 void Result::allocate() {
   std::optional<c10::StreamGuard> on_stream;
   if (memory_.stream != nullptr) on_stream.emplace(*memory_.stream);
+  std::optional<PinnedLease> lease;
+  std::vector<uint64_t> leased;
+  for (const ChunkPlan& chunk : plan_->chunks) {
+    if (is_leased(chunk)) leased.push_back(total_bytes(chunk));
+  }
+  if (!leased.empty()) lease.emplace(memory_.leasing->device, leased);
   chunks_.reserve(plan_->chunks.size());
   for (const ChunkPlan& chunk : plan_->chunks) {
-    chunks_.push_back(allocate(chunk));
+    chunks_.push_back(allocate(chunk, lease));
     if (memory_.device.is_cpu() || memory_.image || chunk.last - chunk.first <= 1) continue;
     remember_chunk(chunks_.back().storage, chunks_.back().shift, *plan_, chunk, *leaves_);
   }
 }
 
-// If the allocator's alignment is not enough, shifts the chunk within a larger block. The size is a
-// multiple of the largest element, because torch saves and loads whole elements of a storage, of
-// any dtype.
-Result::Chunk Result::allocate(const ChunkPlan& plan) const {
+bool Result::is_leased(const ChunkPlan& plan) const {
+  return memory_.leasing && plan.bytes >= memory_.leasing->least_chunk_bytes;
+}
+
+// If the allocator's alignment is not enough, shifts the chunk within a larger block.
+Result::Chunk Result::allocate(const ChunkPlan& plan, std::optional<PinnedLease>& lease) const {
   if (memory_.image) return {memory_.image, memory_.image_begin + plan.begin};
   const uint64_t alignment = plan.alignment_bytes;
   const bool is_aligned = alignment <= kAllocatorAlignmentBytes;
-  const uint64_t needed = plan.bytes + (is_aligned ? 0 : alignment - 1);
-  const uint64_t total = (needed + kMostElementBytes - 1) / kMostElementBytes * kMostElementBytes;
+  const uint64_t total = total_bytes(plan);
   Chunk chunk;
   if (!memory_.device.is_cpu()) {
     chunk.storage = allocate_on_device(memory_.device, total);
+  } else if (lease && is_leased(plan)) {
+    chunk.storage = lease->next()->storage();
   } else {
     c10::Allocator* const allocator = memory_.host_allocator;
     chunk.storage = allocate_with(allocator ? allocator : c10::GetAllocator(c10::kCPU), total);

@@ -11,17 +11,25 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/pack_plan.h"
 #include "base/recycled.h"
 #include "engine/device/phases.h"
+#include "engine/device/pinned_lease.h"
 #include "engine/leaves/leaf.h"
 
 namespace tdcopier {
+
+struct Leasing {
+  c10::Device device;
+  uint64_t least_chunk_bytes;
+};
 
 // Where a result's memory comes from.
 struct MemoryOf {
@@ -33,6 +41,8 @@ struct MemoryOf {
   const c10::Stream* writer = nullptr;
   // On the host: the allocator. Null: torch's own for pageable memory.
   c10::Allocator* host_allocator = nullptr;
+  // On the host: for which device large chunks are leased from the PinnedPool instead.
+  std::optional<Leasing> leasing{};
   // Existing memory for the whole image of the plan, from this byte on, instead.
   c10::Storage image{};
   uint64_t image_begin = 0;
@@ -51,7 +61,8 @@ class Result {
   Result& operator=(const Result&) = delete;
 
   // Allocates a storage for each chunk, from the allocator that torch has in force for this thread.
-  // Call once, before the functions below. Throws what the allocator throws. GIL: need not be held.
+  // Call once, before the functions below. Throws: what the allocator throws, or PinnedLease does.
+  // GIL: must not be held if memory is leased.
   void allocate();
 
   const c10::Device& device() const { return memory_.device; }
@@ -94,7 +105,8 @@ class Result {
     uint64_t shift = 0;  // in bytes: where the first slot begins
   };
 
-  Chunk allocate(const ChunkPlan& plan) const;
+  bool is_leased(const ChunkPlan& plan) const;
+  Chunk allocate(const ChunkPlan& plan, std::optional<PinnedLease>& lease) const;
   // Ensures that no memory that has not been handed over is reused while it is written.
   void protect_from_writer() noexcept;
   at::Tensor output(uint32_t leaf) const;
