@@ -1,13 +1,28 @@
 // The processor's cache lines, and how to fetch them ahead of their use.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <limits>
 
 namespace tdcopier {
 
 inline constexpr size_t kLineBytes = 64;
 
 enum class Use : int { kRead = 0, kWrite = 1 };
+
+// Whether walks and staging prefetch. Turned off for comparisons only. Thread: any.
+inline std::atomic<bool> g_prefetching = true;
+
+inline bool is_prefetching() {
+  return g_prefetching.load(std::memory_order_relaxed);
+}
+
+// Returns how many elements ahead to prefetch: `distance`, or more than any loop has elements. Call
+// it before the loop.
+inline size_t prefetch_distance(size_t distance) {
+  return is_prefetching() ? distance : std::numeric_limits<size_t>::max() / 2;
+}
 
 // Functions that do nothing but prefetch are always inlined: GCC takes them for functions without
 // an effect, and drops calls of them that it has not inlined yet.

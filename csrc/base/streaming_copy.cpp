@@ -152,6 +152,10 @@ void set_shared_cache_store(bool always) {
   g_to_shared_cache = always && is_missing ? g_to_memory : g_best_to_shared_cache;
 }
 
+void use_shared_cache_store(bool use) {
+  g_to_shared_cache = use ? g_best_to_shared_cache : nullptr;
+}
+
 #ifdef __SSE2__
 // Does nothing on a processor that cannot.
 [[gnu::target("cldemote")]] void demote(const void* begin, size_t bytes) noexcept {

@@ -20,6 +20,8 @@ bool has_shared_cache_store();
 // For tests on processors that cannot: `always` makes copy_streaming() act as if it stored there.
 // Thread: any.
 void set_shared_cache_store(bool always);
+// Lets copy_streaming() store there if the processor can, or never, for comparisons. Thread: any.
+void use_shared_cache_store(bool use);
 // Returns how many copies have gone there, for tests. Thread: any.
 uint64_t shared_cache_copies();
 

@@ -269,7 +269,7 @@ Raises:
            })
       .def("with_sending",
            [](CopyOptions options, Sending sending, bool in_callers_order) {
-             options.sending = sending;
+             options.sending = tdcopier::usable(sending);
              options.in_callers_order = in_callers_order;
              return options;
            })

@@ -2,6 +2,7 @@
 // otherwise, choices between two ways, counters, and ways to leave nothing cached.
 #include <pybind11/pybind11.h>
 
+#include "base/cache_line.h"
 #include "base/interleaver.h"
 #include "base/recycled.h"
 #include "base/streaming_copy.h"
@@ -17,6 +18,7 @@
 #include "python/runtime/device_argument.h"
 #include "python/runtime/guarded.h"
 #include "python/runtime/interrupts.h"
+#include "python/walk/leaves_for_kernel.h"
 
 namespace py = pybind11;
 
@@ -71,6 +73,10 @@ void bind_testing(py::module_& m) {
   });
   testing.def("blocks_made", &blocks_made);
   testing.def("set_shared_cache_store", &set_shared_cache_store);
+  testing.def("use_shared_cache_store", &use_shared_cache_store);
+  testing.def("use_deferred_batches", &use_deferred_batches);
+  testing.def("use_prefetching", [](bool use) { g_prefetching = use; });
+  testing.def("use_kernel_for_leaves", &use_kernel_for_leaves);
   testing.def("shared_cache_copies", &shared_cache_copies);
   // For leak checks: frees the memory of deferred batches that is cached for the next ones.
   testing.def("drop_deferred_memory", &Accelerator::drop_deferred_memory);

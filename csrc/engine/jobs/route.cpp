@@ -30,6 +30,7 @@ namespace {
 std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
 std::atomic<uint64_t> g_max_straight_bytes = kMaxStraightBytes;
 std::atomic<uint64_t> g_least_leased_bytes = kLeastLeasedResultBytes;
+std::atomic<bool> g_batches_deferred = true;
 
 // Chunks are gathered on a device in groups of up to this size.
 constexpr uint64_t kMaxGatheredBytes = 32 * 1024 * 1024;
@@ -352,6 +353,14 @@ void set_max_straight_bytes(uint64_t bytes) {
 
 void set_least_leased_bytes(uint64_t bytes) {
   g_least_leased_bytes = bytes;
+}
+
+void use_deferred_batches(bool use) {
+  g_batches_deferred = use;
+}
+
+Sending usable(Sending asked) {
+  return g_batches_deferred.load(std::memory_order_relaxed) ? asked : Sending::kAtOnce;
 }
 
 void make_plan(LeafGroup& group, const RouteOptions& options) {

@@ -40,6 +40,8 @@ inline constexpr uint64_t kLeastLeasedResultBytes = 64 * 1024 * 1024;
 void set_max_inline_bytes(uint64_t bytes);
 void set_max_straight_bytes(uint64_t bytes);
 void set_least_leased_bytes(uint64_t bytes);
+// Lets batches be deferred, or sends all at once, for comparisons. Thread: any.
+void use_deferred_batches(bool use);
 
 // When the transfers of a staged batch are enqueued on the copy stream. A copy is deferred only if
 // workers may be used, all of it is staged, and memory to hold it is available. What
@@ -51,6 +53,8 @@ enum class Sending : uint8_t {
   kDeferredAlone,   // also deferred, and the calling thread stages it, unless a disk must be read
   kDeferredStaged,  // also deferred, and workers stage even small copies
 };
+// Returns kAtOnce if no batch is to be deferred, or else what is asked for. Thread: any.
+Sending usable(Sending asked);
 
 struct RouteOptions {
   bool use_pinned_staging = true;

@@ -72,7 +72,8 @@ std::vector<StridedDim> dims_as_they_arrive(const LeafTable& leaves, const Leaf&
 
 void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& window,
                   std::byte* staging, StoreTo store) {
-  constexpr uint32_t kAhead = 8;  // small leaves are far apart: prefetch their first bytes
+  constexpr size_t kAhead = 8;  // small leaves are far apart: prefetch their first bytes
+  const size_t ahead = prefetch_distance(kAhead);
   const auto stage_chunk = [&](size_t index, uint64_t from, uint64_t to, uint64_t place) {
     const ChunkPlan& chunk = plan.chunks[index];
     std::byte* const here = staging + place;
@@ -81,8 +82,8 @@ void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& w
       return copy_contiguous(here, static_cast<const std::byte*>(first) + from, to - from, store);
     }
     for (uint32_t i = first_leaf_after(plan, leaves, chunk, from); i < chunk.last; ++i) {
-      if (chunk.last - i > kAhead && !leaves[plan.order[i + kAhead]].is_rows()) {
-        prefetch_beginning(leaves[plan.order[i + kAhead]]);
+      if (chunk.last - i > ahead && !leaves[plan.order[i + ahead]].is_rows()) {
+        prefetch_beginning(leaves[plan.order[i + ahead]]);
       }
       const Leaf& leaf = leaves[plan.order[i]];
       const uint64_t offset = plan.slots[plan.order[i]].offset;

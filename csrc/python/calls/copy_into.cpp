@@ -66,9 +66,9 @@ class BumpAtEnd {
   BumpAtEnd& operator=(const BumpAtEnd&) = delete;
   ~BumpAtEnd() {
     // The increments are atomic, and the processor fetches no later counter until one is done.
+    const size_t ahead = prefetch_distance(kVersionsAhead);
     for (size_t i = 0; i < written_tensors_.size(); ++i) {
-      if (i + kVersionsAhead < written_tensors_.size())
-        prefetch_version(written_tensors_[i + kVersionsAhead]);
+      if (i + ahead < written_tensors_.size()) prefetch_version(written_tensors_[i + ahead]);
       written_tensors_[i]->bump_version();
     }
   }

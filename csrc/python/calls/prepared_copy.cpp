@@ -59,7 +59,7 @@ std::unique_ptr<Handle> PreparedCopy::start_copy(py::handle data, std::optional<
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
   CopyOptions options = options_;
-  options.sending = sending.value_or(Sending::kAtOnce);
+  options.sending = usable(sending.value_or(Sending::kAtOnce));
   return start_copy_to(target_, data, options, this);
 }
 

@@ -29,7 +29,7 @@ bool is_ours_alone(PyObject* object) {
 }  // namespace
 
 KeptSet::KeptSet(const std::vector<size_t>& leaves, bool inference_mode)
-    : inference_mode_(inference_mode) {
+    : inference_mode_(inference_mode), prefetches_(is_prefetching()) {
   for (const size_t count : leaves) tensors_.emplace_back(count, nullptr);
 }
 
@@ -47,10 +47,12 @@ PyObject* KeptSet::reuse(const Result& result, size_t group, size_t leaf) const 
   const auto ahead = [&](size_t by) {
     return leaf + by < tensors.size() ? tensors[leaf + by] : nullptr;
   };
-  if (PyObject* const object = ahead(2 * kTensorsAhead)) __builtin_prefetch(object, /*write=*/1);
-  if (PyObject* const object = ahead(kTensorsAhead)) prefetch_tensor(object);
-  if (PyObject* const object = ahead(kTensorsAhead / 2))
-    prefetch_version(tensor_in(object).unsafeGetTensorImpl());
+  if (prefetches_) {
+    if (PyObject* const object = ahead(2 * kTensorsAhead)) __builtin_prefetch(object, /*write=*/1);
+    if (PyObject* const object = ahead(kTensorsAhead)) prefetch_tensor(object);
+    if (PyObject* const object = ahead(kTensorsAhead / 2))
+      prefetch_version(tensor_in(object).unsafeGetTensorImpl());
+  }
   PyObject* const tensor = tensors[leaf];
   if (tensor == nullptr || !is_ours_alone(tensor)) return nullptr;
   // Takes the reference first: reuse_output() drops the old memory, which may run any Python code

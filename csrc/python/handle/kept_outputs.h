@@ -36,6 +36,7 @@ class KeptSet {
 
  private:
   const bool inference_mode_;  // whether the tensors were made in inference mode
+  const bool prefetches_;      // into the cache, while reusing
   std::optional<c10::DispatchKeySet> keys_;
   std::vector<std::vector<PyObject*>> tensors_;  // owned; null: none yet
 };

@@ -13,13 +13,14 @@
 namespace tdcopier {
 
 // How many tensors ahead to prefetch. Tensors come before storages: the address of a storage is
-// read from its tensor.
+// read from its tensor. Give them to prefetch_distance().
 inline constexpr size_t kTensorsAhead = 12;
 inline constexpr size_t kStoragesAhead = 6;
 inline constexpr size_t kVersionsAhead = 16;
 
 TDCOPIER_PREFETCH void prefetch_each(PyObject* const* children, Py_ssize_t count) {
-  for (Py_ssize_t i = 0; i < count; ++i) __builtin_prefetch(children[i]);
+  const Py_ssize_t begin = is_prefetching() ? 0 : count;
+  for (Py_ssize_t i = begin; i < count; ++i) __builtin_prefetch(children[i]);
 }
 
 // Requires, like the next: `object` is a tensor.

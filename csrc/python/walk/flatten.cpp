@@ -111,7 +111,7 @@ class Flattener {
   void visit_items(PyObject* dict, int depth, Visit visit) {
     path_.check_depth(depth, "data");
     const Py_ssize_t count = PyDict_GET_SIZE(dict);
-    Py_ssize_t position = 0;
+    Py_ssize_t position = is_prefetching() ? 0 : PY_SSIZE_T_MAX;  // which is after the last one
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     while (PyDict_Next(dict, &position, &key, &value) != 0) __builtin_prefetch(value);

@@ -3,6 +3,7 @@
 
 #include <c10/core/TensorImpl.h>
 
+#include <atomic>
 #include <utility>
 
 #include "base/pack_plan.h"
@@ -11,6 +12,8 @@
 
 namespace tdcopier {
 namespace {
+
+std::atomic<bool> g_kernel_used = true;
 
 constexpr uint64_t kLeastLeafBytes = 4 * 1024;  // a thread stages smaller ones as quickly
 
@@ -22,7 +25,11 @@ bool is_apart(const c10::StorageImpl& storage, uint64_t bytes) {
 
 }  // namespace
 
+LeavesForKernel::LeavesForKernel(c10::Device target)
+    : target_(target), is_used_(g_kernel_used.load(std::memory_order_relaxed)), pinned_(target) {}
+
 bool LeavesForKernel::take(const at::Tensor& tensor) {
+  if (!is_used_) return false;
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const auto bytes = static_cast<uint64_t>(impl.numel()) * impl.itemsize();
   if (bytes < kLeastLeafBytes || bytes > kMaxPackedLeafBytes || !impl.has_storage()) return false;
@@ -41,6 +48,10 @@ PinnedTables LeavesForKernel::take_tables() {
   PinnedTables tables = pinned_.tables();
   tables.registered = registered_;  // a group that lost its only leaf is made again
   return tables;
+}
+
+void use_kernel_for_leaves(bool use) {
+  g_kernel_used = use;
 }
 
 }  // namespace tdcopier

@@ -18,7 +18,7 @@ namespace tdcopier {
 class LeavesForKernel {
  public:
   // `target`: any, also one without kernels.
-  explicit LeavesForKernel(c10::Device target) : target_(target), pinned_(target) {}
+  explicit LeavesForKernel(c10::Device target);
 
   // Returns whether this host tensor is such a leaf, and counts it if so. Requires: its storage
   // stays alive until the last call.
@@ -33,10 +33,14 @@ class LeavesForKernel {
   static constexpr uint64_t kLeastBytes = 512 * 1024;
 
   const c10::Device target_;
+  const bool is_used_;
   std::optional<bool> has_kernel_;  // the target
   PinnedLookup pinned_;
   std::vector<const void*> registered_;
   uint64_t bytes_ = 0;
 };
+
+// Turns the kernel for leaves off, or on again, for tests and comparisons. Thread: any.
+void use_kernel_for_leaves(bool use);
 
 }  // namespace tdcopier

@@ -84,9 +84,11 @@ void LeafSorter::sort_parcel(Found& found) {
 // Reads three places per tensor that are rarely in the cache after a training step; prefetching
 // hides most of the misses.
 void LeafSorter::sort_tensors() {
+  const size_t later = prefetch_distance(kTensorsAhead);
+  const size_t sooner = prefetch_distance(kStoragesAhead);
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    if (i + kTensorsAhead < tensors_.size()) prefetch_tensor(tensors_[i + kTensorsAhead].object);
-    if (i + kStoragesAhead < tensors_.size()) prefetch_storage(tensors_[i + kStoragesAhead].object);
+    if (i + later < tensors_.size()) prefetch_tensor(tensors_[i + later].object);
+    if (i + sooner < tensors_.size()) prefetch_storage(tensors_[i + sooner].object);
     PyObject* const object = std::exchange(tensors_[i].object, nullptr);
     if (tensors_[i].is_table) {
       sort_table(object, tensors_[i].node, tensors_[i].is_mapped);

@@ -138,13 +138,13 @@ class Sorter {
   }
 
   TDCOPIER_PREFETCH void prefetch_ahead(const PairedTrees& trees) const {
-    if (number_ + kTensorsAhead < leaves_) {
-      const LeafPair& pair = trees.leaves[number_ + kTensorsAhead];
+    if (number_ + tensors_ahead_ < leaves_) {
+      const LeafPair& pair = trees.leaves[number_ + tensors_ahead_];
       if (is_plain_tensor_class(Py_TYPE(pair.source))) prefetch_tensor(pair.source);
       if (is_plain_tensor_class(Py_TYPE(pair.destination))) prefetch_tensor(pair.destination);
     }
-    if (number_ + kStoragesAhead < leaves_) {
-      const LeafPair& pair = trees.leaves[number_ + kStoragesAhead];
+    if (number_ + storages_ahead_ < leaves_) {
+      const LeafPair& pair = trees.leaves[number_ + storages_ahead_];
       if (is_plain_tensor_class(Py_TYPE(pair.source))) prefetch_storage(pair.source);
       if (is_plain_tensor_class(Py_TYPE(pair.destination))) prefetch_storage(pair.destination);
     }
@@ -373,6 +373,8 @@ class Sorter {
   RowLeaves* const rows_;
   const bool list_opaque_;
   const bool altered_;
+  const size_t tensors_ahead_ = prefetch_distance(kTensorsAhead);
+  const size_t storages_ahead_ = prefetch_distance(kStoragesAhead);
   size_t leaves_ = 0;
   size_t number_ = 0;  // of the current pair
   std::optional<LastPlainPair> last_plain_;
