@@ -46,6 +46,7 @@ SUITES = {
     "park": "park.parking",
     "concurrent": "loops.concurrent",
     "asyncio": "loops.event_loop",
+    "speed_only": "loops.speed_only",
     "trainers": "trainers.benchmark",
     "reading": "trainers.reading",
     "frameworks": "trainers.frameworks",

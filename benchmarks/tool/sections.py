@@ -250,6 +250,27 @@ def event_loop(result: Found) -> list[str]:
     ]
 
 
+def speed_only(result: Found) -> list[str]:
+    """Return a table of workloads by feature, and whether the processor has the last feature."""
+    stored = result["shared_cache_copies"]
+    return [
+        write(
+            "feature | workload",
+            result["features"],
+            "cases",
+            at("leaves", "cases/*/leaves", "{:,}".format),
+            at("bytes", "cases/*/bytes", size),
+            at("with it, median, us", "cases/*/with_us"),
+            at("without it, median, us", "cases/*/without_us"),
+            at("without over with", "cases/*/ratio", ratio3),
+            at("95 % interval, from", "cases/*/low", ratio3),
+            at("to", "cases/*/high", ratio3),
+            at("pairs", "cases/*/repeats", str),
+        ),
+        f"Copies of pieces that went to the shared cache: {stored:,}.",
+    ]
+
+
 # ---- rows ----------------------------------------------------------------------------------------
 
 
@@ -343,6 +364,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "park": park,
     "concurrent": concurrent,
     "asyncio": event_loop,
+    "speed_only": speed_only,
     "trainers": page.tables,
     "reading": reading,
     "frameworks": page.tables,

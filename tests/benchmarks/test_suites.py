@@ -17,7 +17,7 @@ from benchmark_support import load
 
 report, run, storages = load("tool.report"), load("tool.run"), load("rows.storages")
 RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
-ON_SIM = sorted(RESULTS)
+ON_SIM = sorted(run.SUITES)
 ELSEWHERE = re.compile(
     r"^/machine|torchrl|multi_tensor_copier"  # other packages
     r"|^/sent/[^/]*/(ZMQ|Ray)$"  # other packages
