@@ -106,7 +106,7 @@ def test_options_apply_to_them(device, options):
 
 
 def test_more_leaves_than_a_kernel_has_room_for_take_several(device):
-    tree = {f"{i}": leaf(i, 1024) for i in range(1700)}
+    tree = {f"{i}": leaf(i) for i in range(1700)}
     with tdcopier.pin_memory_(tree, device):
         handle = tdcopier.start_copy(tree, device)
         assert_same(handle.get(), on(device, tree))

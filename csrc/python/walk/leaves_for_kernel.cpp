@@ -15,7 +15,9 @@ namespace {
 
 std::atomic<bool> g_kernel_used = true;
 
-constexpr uint64_t kLeastLeafBytes = 4 * 1024;  // a thread stages smaller ones as quickly
+// Threads stage smaller ones more quickly: of 640 pinned leaves, with 128 of 11 KiB by the kernel
+// and the others staged a copy took 322 us on an H200, and 295 with all of them staged.
+constexpr uint64_t kLeastLeafBytes = 16 * 1024;
 
 // Returns whether the leaf has most of its storage for itself. If not, it may make a series with
 // its neighbours.
