@@ -1,4 +1,7 @@
-"""Times containers and opaque values: trees without tensors, so without work for the device."""
+"""Times what grows with a tree: containers, opaque values, and leaves.
+
+Trees without tensors have no work for the device.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,21 @@ from typing import Any
 import torch
 from tool.measure import BURST, Bench
 from tool.tables import OURS
-from tool.target_forms import Target, at_most, none
+from tool.target_forms import Target, at_most, count_wrong, none
 from tool.way import GET, Way
 from torch.utils import _pytree as pytree
 
+import tdcopier
 from copies.directions import synchroniser
-from copies.ways import multi_tensor_copier, ours
+from copies.ways import differences, multi_tensor_copier, ours
 
 OPAQUE_VALUES = 1000
 MAX_OPAQUE_US = 0.1
 MAX_INTEGERS_US = 100.0
+LEAVES = (1_000, 10_000, 100_000)
+LEAF_SHAPE = (16,)  # floats: 64 bytes
+MOST_GROWTH = 1.5
+SHARE_OF_GROWTH = 0.06  # of the repeats: the largest tree takes as long as a hundred of the least
 EMPTY, OPAQUE, INTEGERS = "empty list", "opaque values", "integers in a dict of lists"
 
 
@@ -53,14 +61,51 @@ def run(bench: Bench) -> dict[str, Any]:
         for name, case in cases.items()
     }
     own = ways(device)[0]
+    growth = growths(bench)
     return {
-        "what": "What containers and opaque values cost: start_copy() and get(), without tensors",
+        "what": "What grows with a tree: start_copy() and get() of opaque values, and of leaves",
         "cases": cases,
         "us_per_opaque_value": {
             way: (taken_us - us[EMPTY][way]) / OPAQUE_VALUES for way, taken_us in us[OPAQUE].items()
         },
+        "growth": growth,
+        "ns_per_leaf": {
+            str(count): 1000 * growth["contenders"][_of(count)]["median_us"] / count
+            for count in LEAVES
+        },
         "changed_values": sum(changes(own.run(tree), tree) for tree, _ in made.values()),
     }
+
+
+def growths(bench: Bench) -> dict[str, dict[str, Any]]:
+    """Time copies to the device of dicts with few leaves, and with many. The collector is on."""
+    device = bench.device
+    trees = {
+        count: {f"leaf_{i}": torch.full(LEAF_SHAPE, float(i)) for i in range(count)}
+        for count in LEAVES
+    }
+
+    def copies(count: int) -> Way:
+        return Way(_of(count), lambda _: tdcopier.start_copy(trees[count], device), GET)
+
+    found = bench._replace(keep_gc=True).compared(
+        "growth",
+        [copies(count) for count in LEAVES],
+        [None],
+        synchroniser([device]),
+        reference=_of(LEAVES[0]),
+        rounds=bench.rounds(SHARE_OF_GROWTH, least=2),
+        burst=1,
+    )
+    wrong = {
+        _of(count): len(differences(copies(count).run(None), tree, device))
+        for count, tree in trees.items()
+    }
+    return {**found, "wrong": wrong}
+
+
+def _of(count: int) -> str:
+    return f"{OURS}, {count:,} leaves"
 
 
 def ways(device: torch.device) -> list[Way]:
@@ -81,6 +126,7 @@ def ways(device: torch.device) -> list[Way]:
 def value_targets(result: dict[str, Any]) -> Iterator[Target]:
     what = "containers and values that came back as another type or object, all trees"
     yield none(what, result["changed_values"])
+    yield none("growth: leaves that differ from .to()", count_wrong([result["growth"]]))
 
 
 def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
@@ -89,6 +135,9 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     integers = result["cases"][INTEGERS]
     what = f"{integers['opaque_values']} {INTEGERS}, the whole call"
     yield at_most(what, integers["contenders"][OURS]["median_us"], MAX_INTEGERS_US, "us")
+    least, *_, most = LEAVES
+    grown = result["ns_per_leaf"][str(most)] / result["ns_per_leaf"][str(least)]
+    yield at_most(f"a leaf of {most:,} over one of {least:,}", grown, MOST_GROWTH)
 
 
 def changes(result: Any, source: Any) -> int:

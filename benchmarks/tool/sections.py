@@ -85,7 +85,7 @@ def pinning(result: Found) -> list[str]:
 
 
 def containers(result: Found) -> list[str]:
-    """Return a table of trees without tensors, and of one opaque value."""
+    """Return tables of trees without tensors, of one opaque value, and of one leaf."""
     groups = {
         f"{found['opaque_values']:,} {case}" if found["opaque_values"] else case: found
         for case, found in result["cases"].items()
@@ -95,7 +95,14 @@ def containers(result: Found) -> list[str]:
         "contenders": {way: {"median_us": each} for way, each in us.items()},
         "ratios": {way: each / us[OURS] for way, each in us.items() if way != OURS},
     }
-    return [write("tree | way", groups, "contenders", *ALONE)]
+    leaves = {
+        f"a leaf of {int(count):,}": {"times": {OURS: {"ns": ns}}}
+        for count, ns in result["ns_per_leaf"].items()
+    }
+    return [
+        write("tree | way", groups, "contenders", *ALONE),
+        write("leaf | way", leaves, "times", at("ns", "times/*/ns", "{:.0f}".format)),
+    ]
 
 
 def parcels(result: Found) -> list[str]:
