@@ -179,6 +179,43 @@ def test_a_large_result_goes_to_torchs_allocator_if_the_pool_has_no_room(device)
     assert used_when_idle() == (0, 0)
 
 
+def test_a_large_result_waits_for_no_device_to_get_room_in_the_pool(device, accelerator, stall):
+    source = large_state(device)
+    (leased,) = lease([60 * MIB])
+    tdcopier.set_pinned_limit_bytes(80 * MIB)
+    side = accelerator.Stream(device=device)
+    with stall(accelerator.current_stream()):
+        leased.to(device, non_blocking=True)
+        del leased
+        with accelerator.stream(side):
+            handle = tdcopier.start_copy(source, "cpu")
+        assert handle.stats.fallbacks == 1
+        with pytest.raises(MemoryError, match="exceed the pool's limit"):
+            lease([100 * MIB])  # nor does a lease, if that would not be enough
+    assert all(got.equal(leaf.cpu()) for got, leaf in zip(handle.get(), source, strict=True))
+
+
+@pytest.mark.sim
+def test_a_forked_child_leases_no_results():
+    run_python(
+        PROGRAM
+        + """
+import os
+source = [torch.ones(20 << 20, device="sim:0")]
+result = tdcopier.copy(source, "cpu")
+assert tdcopier.pinned_memory().leased_bytes > 0
+if os.fork() == 0:
+    assert result[0][-1] == 1
+    try:
+        tdcopier.copy(source, "cpu")
+    except RuntimeError:
+        pass  # no device in a forked child
+    os._exit(tdcopier.pinned_memory().leased_bytes != 0)
+assert os.wait()[1] == 0
+"""
+    )
+
+
 def test_smaller_results_are_not_leased(device):
     result = tdcopier.copy(large_state(device)[:5], "cpu")
     assert used_when_idle() == (0, 0)

@@ -33,9 +33,9 @@ void* context_of(const CudaDriver& driver, c10::Device device) {
   return context;
 }
 
-bool is_writable_from(const CudaDriver& driver, void* context, const void* address) {
+// Requires: the context that asks is the current one.
+bool is_writable(const CudaDriver& driver, const std::byte* address) {
   constexpr int kDevicePointer = 3;  // CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-  const CurrentContext here(driver, context);
   uint64_t as_seen_here = 0;
   const auto wanted = reinterpret_cast<uint64_t>(address);
   return driver.pointer_attribute(&as_seen_here, kDevicePointer, wanted) == 0 &&
@@ -44,13 +44,16 @@ bool is_writable_from(const CudaDriver& driver, void* context, const void* addre
 
 }  // namespace
 
-bool can_write_peer(c10::Device device, c10::Device peer, const void* address) {
+bool can_write_peer(c10::Device device, c10::Device peer, const std::byte* begin, uint64_t bytes) {
   std::atomic<bool>* const answer = answer_for(device, peer);
   if (answer == nullptr) return false;
   const CudaDriver* const driver = cuda_driver();
   if (driver == nullptr || !driver->can_copy_to_peers()) return false;
   void* const context = context_of(*driver, device);
-  const bool can = context != nullptr && is_writable_from(*driver, context, address);
+  if (context == nullptr) return false;
+  const CurrentContext here(*driver, context);
+  // Both ends: an allocation may be made of several, each with permissions of its own.
+  const bool can = is_writable(*driver, begin) && is_writable(*driver, begin + bytes - 1);
   answer->store(can, std::memory_order_relaxed);
   return can;
 }

@@ -90,12 +90,12 @@ at::Tensor tensor_over(const std::shared_ptr<LeasedPiece>& piece, size_t offset,
 // back.
 class LeaseWork {
  public:
-  LeaseWork(c10::Device device, const std::vector<uint64_t>& sizes)
+  LeaseWork(c10::Device device, const std::vector<uint64_t>& sizes, bool waits)
       : device_(device), generation_(fork_generation()), sizes_(sizes), plan_(plan_pieces(sizes)) {
     std::vector<size_t> wanted;
     for (const Piece& piece : plan_.pieces) wanted.push_back(piece.bytes);
     states_ = std::vector<State>(wanted.size());
-    const std::vector<uintptr_t> taken = PinnedPool::get().take(wanted);
+    const std::vector<uintptr_t> taken = PinnedPool::get().take(wanted, waits);
     // Nothing throws from here on: only the destructor gives back.
     for (size_t i = 0; i < taken.size(); ++i) {
       states_[i].address = taken[i];
@@ -298,8 +298,8 @@ class LeaseWork {
   std::shared_ptr<LeasedPiece> current_;
 };
 
-PinnedLease::PinnedLease(c10::Device device, const std::vector<uint64_t>& sizes)
-    : work_(std::make_shared<LeaseWork>(device, sizes)) {
+PinnedLease::PinnedLease(c10::Device device, const std::vector<uint64_t>& sizes, bool waits)
+    : work_(std::make_shared<LeaseWork>(device, sizes, waits)) {
   work_->map_new_pieces();
   watch_host_allocator(device.type());
   // A deterministic schedule has no threads for this: the thread that waits makes the memory.

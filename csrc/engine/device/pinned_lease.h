@@ -25,7 +25,8 @@ class PinnedLease {
   // Requires: the device's type is initialised, and this is no forked child. Blocks: see
   // PinnedPool::take(). GIL: must not be held, as for all members. Throws: PinnedMemoryError;
   // Interrupted.
-  PinnedLease(c10::Device device, const std::vector<uint64_t>& sizes);
+  // `waits`: false refuses sizes for which returned memory would have to be waited for.
+  PinnedLease(c10::Device device, const std::vector<uint64_t>& sizes, bool waits = true);
   // Gives back what next() has not returned. Blocks in the making follow as workers stop.
   ~PinnedLease();
   PinnedLease(const PinnedLease&) = delete;

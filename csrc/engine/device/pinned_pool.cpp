@@ -52,7 +52,8 @@ uint64_t PinnedPool::limit_bytes() {
   return pinned_limit_bytes();
 }
 
-std::vector<uintptr_t> PinnedPool::take(std::span<const size_t> sizes) {
+std::vector<uintptr_t> PinnedPool::take(std::span<const size_t> sizes, bool waits) {
+  const uint64_t wanted = std::accumulate(sizes.begin(), sizes.end(), uint64_t{0});
   for (;;) {
     std::vector<EventRef> next;
     Blocks dropped;  // given to the system once the lock is released
@@ -60,7 +61,7 @@ std::vector<uintptr_t> PinnedPool::take(std::span<const size_t> sizes) {
       const std::lock_guard lock(mutex_);
       collect();
       if (auto taken = take_within_limit(sizes, dropped)) return std::move(*taken);
-      next = next_return();
+      if (waits) next = next_return(wanted);
       if (next.empty()) refuse(sizes);
     }
     for (const EventRef& event : next) wait_until_ended(*event);
@@ -111,7 +112,11 @@ uint64_t PinnedPool::drop(MemoryRange idle, Blocks& dropped) {
   return idle.bytes;
 }
 
-std::vector<EventRef> PinnedPool::next_return() const {
+// Returns the events of the next range to come back; none if even all of them would not be enough.
+std::vector<EventRef> PinnedPool::next_return(uint64_t wanted) const {
+  uint64_t leased = bytes_ - ranges_.free_bytes();
+  for (const Returned& each : returned_) leased -= each.range.bytes;
+  if (leased + wanted > limit_bytes()) return {};
   const auto found = std::ranges::find(returned_, true, &Returned::has_events);
   return found == returned_.end() ? std::vector<EventRef>() : found->events;
 }

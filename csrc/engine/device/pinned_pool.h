@@ -69,9 +69,10 @@ class PinnedPool {
 
   // Takes a range of each size, which is in whole pages; all or none. Returns their beginnings. 0:
   // no free range fits, and the caller may make a block of that size for adopt(), or cancel().
-  // Frees idle blocks if the limit demands it, or waits until a device no longer uses returned
-  // memory. Blocks: for that. Throws: PinnedMemoryError; Interrupted.
-  std::vector<uintptr_t> take(std::span<const size_t> sizes);
+  // Frees idle blocks if the limit demands it, or, with `waits`, waits until a device no longer
+  // uses returned memory, if that is enough. Blocks: for that. Throws: PinnedMemoryError;
+  // Interrupted.
+  std::vector<uintptr_t> take(std::span<const size_t> sizes, bool waits);
   // Adds a new block, all of it taken.
   void adopt(std::unique_ptr<PinnedBlock> block);
   void cancel(size_t bytes) noexcept;
@@ -115,7 +116,7 @@ class PinnedPool {
   std::optional<std::vector<uintptr_t>> take_within_limit(std::span<const size_t> sizes,
                                                           Blocks& dropped);
   uint64_t drop(MemoryRange idle, Blocks& dropped);
-  std::vector<EventRef> next_return() const;
+  std::vector<EventRef> next_return(uint64_t wanted) const;
   [[noreturn]] void refuse(std::span<const size_t> sizes) const;
 
   Mutex mutex_;                                               // guards all below

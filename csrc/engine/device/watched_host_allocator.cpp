@@ -6,6 +6,7 @@
 #include <c10/core/Stream.h>
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <mutex>
@@ -63,12 +64,15 @@ class WatchedHostAllocator final : public Base {
 
 }  // namespace
 
-// Never destroyed, as torch's. Other threads may read the pointer meanwhile: both are valid.
+// Never destroyed: tensors are freed at any time. Other threads may read the pointer meanwhile:
+// both allocators are valid.
 void watch_host_allocator(c10::DeviceType type) {
   static std::array<std::once_flag, c10::COMPILE_TIME_MAX_DEVICE_TYPES> done;
   std::call_once(done[static_cast<size_t>(type)], [type] {
     at::HostAllocator* const torchs = at::getHostAllocator(type);
-    at::setHostAllocator(type, new WatchedHostAllocator<at::HostAllocator>(*torchs));
+    auto* const watched = new WatchedHostAllocator<at::HostAllocator>(*torchs);
+    std::atomic_thread_fence(std::memory_order_release);  // complete before it can be found
+    at::setHostAllocator(type, watched);
   });
 }
 

@@ -167,8 +167,13 @@ void FromDeviceJob::transfer(size_t index, const std::byte* from) {
     to = static_cast<std::byte*>(scratch.mutable_data());
     let_read_stream_write();
   }
-  const bool is_writable = can_write_peer(source_.device(), target_, to);
-  enqueue_between(stream_, to, *read_stream_, from, chunk.bytes, is_writable);
+  const bool is_writable = can_write_peer(source_.device(), target_, to, chunk.bytes);
+  try {
+    enqueue_between(stream_, to, *read_stream_, from, chunk.bytes, is_writable);
+  } catch (...) {
+    if (scratch) join_read_stream();  // before it is freed
+    throw;
+  }
   count_transfer(chunk.bytes);
   if (scratch) {
     join_read_stream();

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "base/forks.h"
 #include "engine/device/accelerator.h"
 #include "engine/device/fallbacks.h"
 #include "engine/device/peer_memory.h"
@@ -36,7 +37,7 @@ std::atomic<bool> g_batches_deferred = true;
 constexpr uint64_t kMaxGatheredBytes = 32 * 1024 * 1024;
 // Chunks of a leased result that are smaller than this part of the least one are made with torch's
 // allocator, which is faster for them.
-constexpr uint64_t kMostLeasedChunks = 64;
+constexpr uint64_t kPartOfLeastLeased = 64;
 
 bool is_to_new_memory(const CopyWork& work) {
   return work.kept_destinations == nullptr;
@@ -156,7 +157,8 @@ bool can_write(const LeafGroup& group, size_t first, size_t last, bool pinned) {
   if (!is_to_new_memory(group.work)) return false;  // gathers and scatters are by chunks
   if (!group.work.result) return could_write_peer(source, group.target);
   for (size_t i = first; i < last; ++i) {
-    if (!can_write_peer(source, group.target, group.work.result->address(i))) return false;
+    const uint64_t bytes = group.work.plan->chunks[i].bytes;
+    if (!can_write_peer(source, group.target, group.work.result->address(i), bytes)) return false;
   }
   return true;
 }
@@ -230,15 +232,15 @@ void make_result_on_device(LeafGroup& group, bool in_callers_order) {
 }
 
 // Makes a large result of a device in leased memory. Returns whether it did: the pool may have no
-// room, or the driver refuse to pin.
+// room, or the driver refuse to pin. Waits for no device: torch's allocator may have memory.
 bool lease_result(LeafGroup& group, c10::Allocator* pinned) {
   const c10::Device source = group.work.leaves->device();
   const uint64_t least = g_least_leased_bytes;
-  if (group.work.plan->total_bytes < least || group.image) return false;
+  if (group.work.plan->total_bytes < least || group.image || fork_generation() != 0) return false;
   try {
     make_result(group.work, {.device = group.target,
                              .host_allocator = pinned,
-                             .leasing = Leasing{source, least / kMostLeasedChunks}});
+                             .leasing = Leasing{source, least / kPartOfLeastLeased}});
     return true;
   } catch (const std::runtime_error&) {
     note_fallback();

@@ -87,7 +87,7 @@ void Result::allocate() {
   for (const ChunkPlan& chunk : plan_->chunks) {
     if (is_leased(chunk)) leased.push_back(total_bytes(chunk));
   }
-  if (!leased.empty()) lease.emplace(memory_.leasing->device, leased);
+  if (!leased.empty()) lease.emplace(memory_.leasing->device, leased, /*waits=*/false);
   chunks_.reserve(plan_->chunks.size());
   for (const ChunkPlan& chunk : plan_->chunks) {
     chunks_.push_back(allocate(chunk, lease));
