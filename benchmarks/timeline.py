@@ -62,7 +62,7 @@ def median_call(options: argparse.Namespace) -> Call:
     settle = cold_settle(pinned=direction.source == HOST and "cuda" in options.device)
     calls = []
     gc.disable()
-    with tdcopier.time_steps():
+    with tdcopier.stats.time_steps():
         for index in range(WARM_UP + options.repeats):
             if options.cold:
                 settle()

@@ -8,6 +8,10 @@ names that TensorDict users expect. `start_copy_into` and `copy_into` copy into 
 `pack` makes one run of bytes of a batch, for another process, a file or a socket. `park` moves the
 memory of a model or an optimizer to the host and back, in place, and `snapshot` copies it beside
 training. `explain` lists what a copy does with each value.
+
+`stats`, `limits`, `pinned`, `containers`, `tensordict`, `checkpoint`, `distributed` and `sim` are
+namespaces for what a batch does not need; `torchrl`, `replay`, `ray` and `workloads` are imported
+by name.
 """
 
 import importlib
@@ -16,140 +20,103 @@ from typing import TYPE_CHECKING, Any
 from tdcopier import _native as _native  # isort: skip - loads the native module, or says why not
 
 from tdcopier import _hooks as _hooks
+from tdcopier import _limits as _limits  # reads the environment, as `_steps`
+from tdcopier import _steps as _steps
 from tdcopier._C import AsyncCopyHandle, InternalError
 from tdcopier._checking import SourceModifiedError
-from tdcopier._containers.registry import (
-    register_container,
-    register_tensor_subclass,
-    unregister_class,
-)
-from tdcopier._containers.unknown import UnknownTypeWarning
 from tdcopier._copy import async_to, copy, start_copy, to
 from tdcopier._into import copy_into, start_copy_into
-from tdcopier._limits import (
-    set_pinned_limit_bytes,
-    set_run_ahead_limit,
-    set_slab_limit_bytes,
-    set_staging_limit_bytes,
-    staging_bytes,
-)
 from tdcopier._options import CopyOptions
 from tdcopier._pack import Parcel, pack
-from tdcopier._stats import CopyStats, StepTimes
-from tdcopier._steps import time_steps
 
 if TYPE_CHECKING:
-    from tdcopier import distributed, sim
+    from tdcopier import (
+        checkpoint,
+        containers,
+        distributed,
+        limits,
+        pinned,
+        sim,
+        stats,
+        tensordict,
+    )
     from tdcopier._collate import collate, packed
     from tdcopier._commands.info_facts import info
-    from tdcopier._explain import ExplainedCounts, ExplainedLeaf, Explanation, explain
+    from tdcopier._explain import explain
     from tdcopier._park.park import Parked, park, parked
     from tdcopier._park.snapshot import Snapshot, snapshot
-    from tdcopier._park.stager import SnapshotStager
-    from tdcopier._pin_memory import PinnedMemory, pin_memory_
-    from tdcopier._pinned_pool import (
-        PinnedMemoryUse,
-        pinned_memory,
-        reserve_pinned_memory,
-        trim_pinned_memory,
-    )
+    from tdcopier._pin_memory import pin_memory_
     from tdcopier._prefetch.prefetch import prefetch
     from tdcopier._prefetch.prefetcher import Prefetcher
-    from tdcopier._prefetch.stats import PrefetchStats
     from tdcopier._prepared import PreparedCopy, prepare
     from tdcopier._rows.gather import gather, start_gather
     from tdcopier._rows.scatter import scatter, start_scatter
-    from tdcopier.tensordict._backend import (
-        install_tensordict_backend,
-        remove_tensordict_backend,
-        tensordict_backend,
-    )
+
+_NAMESPACES = (
+    "checkpoint",
+    "containers",
+    "distributed",
+    "limits",
+    "pinned",
+    "sim",
+    "stats",
+    "tensordict",
+)
+"""Modules that are imported when they are first asked for."""
 
 __all__ = [
     "AsyncCopyHandle",
     "CopyOptions",
-    "CopyStats",
-    "ExplainedCounts",
-    "ExplainedLeaf",
-    "Explanation",
     "InternalError",
     "Parcel",
     "Parked",
-    "PinnedMemory",
-    "PinnedMemoryUse",
-    "PrefetchStats",
     "Prefetcher",
     "PreparedCopy",
     "Snapshot",
-    "SnapshotStager",
     "SourceModifiedError",
-    "StepTimes",
-    "UnknownTypeWarning",
     "async_to",
+    "checkpoint",
     "collate",
+    "containers",
     "copy",
     "copy_into",
     "distributed",
     "explain",
     "gather",
     "info",
-    "install_tensordict_backend",
+    "limits",
     "pack",
     "packed",
     "park",
     "parked",
     "pin_memory_",
-    "pinned_memory",
+    "pinned",
     "prefetch",
     "prepare",
-    "register_container",
-    "register_tensor_subclass",
-    "remove_tensordict_backend",
-    "reserve_pinned_memory",
     "scatter",
-    "set_pinned_limit_bytes",
-    "set_run_ahead_limit",
-    "set_slab_limit_bytes",
-    "set_staging_limit_bytes",
     "sim",
     "snapshot",
-    "staging_bytes",
     "start_copy",
     "start_copy_into",
     "start_gather",
     "start_scatter",
-    "tensordict_backend",
-    "time_steps",
+    "stats",
+    "tensordict",
     "to",
-    "trim_pinned_memory",
-    "unregister_class",
 ]
 
 _WHEN_ASKED_FOR = {
     "tdcopier._collate": ("collate", "packed"),
     "tdcopier._commands.info_facts": ("info",),
-    "tdcopier._explain": ("ExplainedCounts", "ExplainedLeaf", "Explanation", "explain"),
+    "tdcopier._explain": ("explain",),
     "tdcopier._park.park": ("Parked", "park", "parked"),
     "tdcopier._park.snapshot": ("Snapshot", "snapshot"),
-    "tdcopier._park.stager": ("SnapshotStager",),
-    "tdcopier._pin_memory": ("PinnedMemory", "pin_memory_"),
-    "tdcopier._pinned_pool": (
-        "PinnedMemoryUse",
-        "pinned_memory",
-        "reserve_pinned_memory",
-        "trim_pinned_memory",
-    ),
+    "tdcopier._pin_memory": ("pin_memory_",),
     "tdcopier._prefetch.prefetch": ("prefetch",),
     "tdcopier._prefetch.prefetcher": ("Prefetcher",),
-    "tdcopier._prefetch.stats": ("PrefetchStats",),
     "tdcopier._prepared": ("PreparedCopy", "prepare"),
     "tdcopier._rows.gather": ("gather", "start_gather"),
     "tdcopier._rows.scatter": ("scatter", "start_scatter"),
-    "tdcopier.tensordict._backend": (  # imports tensordict, which takes a second
-        "install_tensordict_backend",
-        "remove_tensordict_backend",
-        "tensordict_backend",
-    ),
 }
 """Modules that are imported when one of their names is first asked for."""
 _MODULE_OF = {name: module for module, names in _WHEN_ASKED_FOR.items() for name in names}
@@ -157,7 +124,7 @@ _MODULE_OF = {name: module for module, names in _WHEN_ASKED_FOR.items() for name
 
 def __getattr__(name: str) -> Any:
     """Import what a name needs on first access."""
-    if name in ("distributed", "sim"):
+    if name in _NAMESPACES:
         return importlib.import_module(f"tdcopier.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -67,7 +67,7 @@ def start_copy(
     containers of the result have the same classes as those of `data`. Containers are `list`,
     `tuple` and `dict`, their subclasses (named tuples, `OrderedDict`, `defaultdict` and so on),
     dataclasses, TensorDicts and tensorclasses (see `async_to`), graphs of torch_geometric, nodes of
-    torch's pytrees, and classes passed to `register_container`. Leaves are tensors and numpy
+    torch's pytrees, and classes passed to `containers.register`. Leaves are tensors and numpy
     arrays; arrays become tensors. Any other object with a ``.to(device)`` of its own is moved by
     it. All other values are opaque: the result has the same objects. Leaves that are on `device`
     already are reused: the result has the same objects. `explain` lists what a copy does with each

@@ -42,8 +42,8 @@ def integer(name: str, value: object) -> int:
         raise TypeError(f"{name} must be an integer; got {found}") from None
 
 
-@keep_out_of_graphs("set_staging_limit_bytes()")
-def set_staging_limit_bytes(limit_bytes: int) -> None:
+@keep_out_of_graphs("limits.set_staging_bytes()")
+def set_staging_bytes(limit_bytes: int) -> None:
     """Set the limit on the pinned memory that stages copies to one device; default 64 MiB.
 
     The limit applies to each device separately. A copy that finds every staging buffer (2 MiB each)
@@ -73,13 +73,13 @@ def staging_bytes(device: Device) -> int:
     """Return the number of bytes of pinned memory that currently stage copies to and from `device`.
 
     Prefetched batches that wait to be sent have memory of their own, which is not counted here: see
-    `set_staging_limit_bytes`.
+    `limits.set_staging_bytes`.
     """
     return _C.staging_bytes(device)
 
 
-@keep_out_of_graphs("set_pinned_limit_bytes()")
-def set_pinned_limit_bytes(limit_bytes: int) -> None:
+@keep_out_of_graphs("limits.set_pinned_bytes()")
+def set_pinned_bytes(limit_bytes: int) -> None:
     """Set the limit on the memory of the pool of pinned memory; default: half of the machine's.
 
     It applies to the process, to leased and free memory together. A lease that would exceed it
@@ -88,7 +88,7 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
     leased stays. Several processes on one machine share its memory, and a
     container may have less: set a lower limit there. The environment variable
     `TDCOPIER_PINNED_LIMIT_BYTES` sets the limit at import. Staging has a limit of its own, see
-    `set_staging_limit_bytes`.
+    `limits.set_staging_bytes`.
 
     Raises:
         ValueError: the limit is negative.
@@ -96,8 +96,8 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
     _C.set_pinned_limit_bytes(_bytes_of_limit(limit_bytes))
 
 
-@keep_out_of_graphs("set_slab_limit_bytes()")
-def set_slab_limit_bytes(limit_bytes: int) -> None:
+@keep_out_of_graphs("limits.set_slab_bytes()")
+def set_slab_bytes(limit_bytes: int) -> None:
     """Set the limit on the pinned memory through which a loader's workers send; default 2 GiB.
 
     The limit applies to the process, to the slabs of all loaders together (see the guide "From a
@@ -112,8 +112,8 @@ def set_slab_limit_bytes(limit_bytes: int) -> None:
     _C.set_slab_limit_bytes(_bytes_of_limit(limit_bytes))
 
 
-@keep_out_of_graphs("set_run_ahead_limit()")
-def set_run_ahead_limit(batches: int) -> None:
+@keep_out_of_graphs("limits.set_run_ahead()")
+def set_run_ahead(batches: int) -> None:
     """Set how many handed-over batches the host may be ahead of the device; default 4.
 
     A dropped batch keeps its device memory until the device has read it, so without a bound a loop
@@ -173,9 +173,9 @@ def _progress_from_environment() -> bool:
     return text == "1"
 
 
-_limit_from_environment(_STAGING_LIMIT_VARIABLE, set_staging_limit_bytes)
-_limit_from_environment(_PINNED_LIMIT_VARIABLE, set_pinned_limit_bytes)
-_limit_from_environment(_SLAB_LIMIT_VARIABLE, set_slab_limit_bytes)
+_limit_from_environment(_STAGING_LIMIT_VARIABLE, set_staging_bytes)
+_limit_from_environment(_PINNED_LIMIT_VARIABLE, set_pinned_bytes)
+_limit_from_environment(_SLAB_LIMIT_VARIABLE, set_slab_bytes)
 _gather_from_environment()
 _workers_from_environment()
 shows_progress = _progress_from_environment()

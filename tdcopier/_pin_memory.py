@@ -63,10 +63,10 @@ def pin_memory_(data: Any, device: Device | None = None) -> PinnedMemory:
 
 
 def _described(self: PinnedMemory) -> str:
-    """Return `<tdcopier.PinnedMemory: 4096 bytes, pinned>`, for example."""
+    """Return `<tdcopier.pinned.PinnedMemory: 4096 bytes, pinned>`, for example."""
     if self.closed:
-        return "<tdcopier.PinnedMemory: closed>"
-    return f"<tdcopier.PinnedMemory: {counted(self.bytes, 'byte')}, pinned>"
+        return "<tdcopier.pinned.PinnedMemory: closed>"
+    return f"<tdcopier.pinned.PinnedMemory: {counted(self.bytes, 'byte')}, pinned>"
 
 
 PinnedMemory.__repr__ = _described  # type: ignore[method-assign, assignment]  # a class of the native module

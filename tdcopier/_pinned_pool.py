@@ -27,8 +27,8 @@ _MOST_WAITS = 32
 
 
 @dataclass(frozen=True)
-class PinnedMemoryUse:
-    """The pinned memory of this process, in bytes: see `pinned_memory`."""
+class Usage:
+    """The pinned memory of this process, in bytes: see `pinned.usage`."""
 
     leased_bytes: int
     """Of the pool: in use by tensors, by a device that has not finished with memory that came back,
@@ -36,14 +36,14 @@ class PinnedMemoryUse:
     free_bytes: int
     """Of the pool: pinned, and ready for the next lease."""
     limit_bytes: int
-    """The limit on the two above together: see `set_pinned_limit_bytes`."""
+    """The limit on the two above together: see `limits.set_pinned_bytes`."""
     staging_bytes: int
     """Memory that stages copies to and from all devices, batches of `prefetch` included."""
     torch_bytes: int | None
     """Memory that torch's allocator has, in use or kept for reuse. None: this torch does not tell.
     Results on the host are there."""
     slab_bytes: int
-    """Memory through which a loader's workers send batches: see `set_slab_limit_bytes`."""
+    """Memory through which a loader's workers send batches: see `limits.set_slab_bytes`."""
 
 
 @keep_out_of_graphs("lease()")
@@ -63,7 +63,7 @@ def lease(sizes_bytes: Iterable[int]) -> Iterator[torch.Tensor]:
 
     Raises:
         ValueError: a size is negative, or all are more than 2**60 together.
-        MemoryError: the memory would exceed the limit (see `set_pinned_limit_bytes`), and then
+        MemoryError: the memory would exceed the limit (see `limits.set_pinned_bytes`), and then
             nothing is leased, as if the system has not that many addresses; or it has no such
             memory, and then this comes instead of the first tensor that is missing.
         RuntimeError: there is no accelerator, this is a forked child, or, instead of the first
@@ -82,17 +82,17 @@ def lease(sizes_bytes: Iterable[int]) -> Iterator[torch.Tensor]:
     return _C.LeasedTensors(sizes, device)
 
 
-@keep_out_of_graphs("pinned_memory()")
-def pinned_memory() -> PinnedMemoryUse:
+@keep_out_of_graphs("pinned.usage()")
+def usage() -> Usage:
     """Return how much pinned memory the process has, and for what. Never blocks for long.
 
     Memory that `pin_memory_` has pinned is not counted.
     """
-    return PinnedMemoryUse(*_C.pinned_use(), _C.pinned_slab_bytes())
+    return Usage(*_C.pinned_use(), _C.pinned_slab_bytes())
 
 
-@keep_out_of_graphs("reserve_pinned_memory()")
-def reserve_pinned_memory(n_bytes: int) -> int:
+@keep_out_of_graphs("pinned.reserve()")
+def reserve(n_bytes: int) -> int:
     """Pin `n_bytes` and 0.1 % more beforehand, in one piece; return how many bytes were pinned.
 
     Later leases of `n_bytes` together take their memory from there without a wait: each is rounded
@@ -114,8 +114,8 @@ def reserve_pinned_memory(n_bytes: int) -> int:
         return _C.reserve_pinned(pinned_bytes, device)
 
 
-@keep_out_of_graphs("trim_pinned_memory()")
-def trim_pinned_memory() -> int:
+@keep_out_of_graphs("pinned.trim()")
+def trim() -> int:
     """Return the pool's blocks that are wholly free to the system; return how many bytes they had.
 
     Memory that is leased stays, and so does a block of which a part is leased.

@@ -288,7 +288,7 @@ def why_not_in_place(parcel: _C.Parcel) -> str | None:
     slab = _C.Slab.of(parcel)
     if slab is None:
         if parcel.is_pinned():
-            return "the loader has copied it to pinned memory: see pinned_memory()"
+            return "the loader has copied it to pinned memory: see pinned.usage()"
         if parcel.nbytes < SLAB_FROM_BYTES:
             return f"batches of less than {SLAB_FROM_BYTES} bytes are sent as bytes"
         return "it is in no slab: its worker did not pack it, or had no memory that others can open"

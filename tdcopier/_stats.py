@@ -31,7 +31,7 @@ class StepTimes(NamedTuple):
     """Making the containers of the result, and the Python objects of its tensors."""
     wait_us: float
     """Time that the host was blocked: in `get`, in `wait` until the host sources were read or the
-    result had arrived on the host, or by `set_run_ahead_limit`."""
+    result had arrived on the host, or by `limits.set_run_ahead`."""
 
 
 class CopyStats(NamedTuple):

@@ -199,9 +199,9 @@ def ordered_stream(device: str) -> torch.Stream:
 @pytest.fixture(autouse=True)
 def restore_limits() -> Iterator[None]:
     yield
-    tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
-    tdcopier.set_run_ahead_limit(4)
-    tdcopier.set_slab_limit_bytes(2 << 30)
+    tdcopier.limits.set_staging_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+    tdcopier.limits.set_run_ahead(4)
+    tdcopier.limits.set_slab_bytes(2 << 30)
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def registry() -> Iterator[None]:
 @pytest.fixture
 def registered_box(registry: None) -> None:
     """Registers `Box` as a container, as `oracle` expects."""
-    tdcopier.register_container(Box, flatten_box, unflatten_box)
+    tdcopier.containers.register(Box, flatten_box, unflatten_box)
 
 
 @pytest.fixture(params=["D2H", "D2D"])

@@ -319,7 +319,7 @@ assert 1 <= handle.stats.transfers <= 3  # one for each dtype at most
 # %%
 # TensorDict's own calls
 # ----------------------
-# Within :func:`tdcopier.tensordict_backend`, tdcopier serves ``.to``, ``.cuda()``, ``.cpu()``
+# Within :func:`tdcopier.tensordict.backend`, tdcopier serves ``.to``, ``.cuda()``, ``.cpu()``
 # and the constructor's ``device=``, with the same results.
 # It leaves other calls to TensorDict, for example a change of the dtype.
 
@@ -328,7 +328,7 @@ if device.type == "sim":
     drive.to(device)
     print("without the engine:", sim.counts().h2d.transfers, "transfers to the device")
     sim.reset_counts()
-with tdcopier.tensordict_backend() as use:
+with tdcopier.tensordict.backend() as use:
     by_engine = drive.to(device)
     if device.type == "sim":
         print("with the engine:", sim.counts().h2d.transfers, "transfers to the device")

@@ -70,7 +70,7 @@ class Frame:
 # %%
 # The number of boxes differs from frame to frame, so a class of their own holds them.
 # tdcopier passes objects of an unknown class through unchanged,
-# so we register it with :func:`tdcopier.register_container`.
+# so we register it with :func:`tdcopier.containers.register`.
 
 
 class Ragged:
@@ -81,7 +81,7 @@ class Ragged:
         self.ends = ends  # (rows,) int64, where each row ends
 
 
-tdcopier.register_container(
+tdcopier.containers.register(
     Ragged,
     # (children, context)
     flatten=lambda ragged: ((ragged.values, ragged.ends), None),

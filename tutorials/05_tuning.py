@@ -35,15 +35,15 @@ print(f"a batch of {len(batch)} leaves, {workloads.total_bytes(batch):,} bytes")
 # %%
 # The phases
 # ----------
-# Within :func:`tdcopier.time_steps`, ``stats.steps`` of each handle has the time of every phase,
-# on all threads.
+# Within :func:`tdcopier.stats.time_steps`, ``stats.steps`` of each handle has the time of every
+# phase, on all threads.
 # :mod:`torch.profiler` always shows the phases as ranges.
 
 
 def phases_of(start, rounds=50):
     """Median of each phase over some copies, in microseconds."""
     taken = []
-    with tdcopier.time_steps():
+    with tdcopier.stats.time_steps():
         for _ in range(rounds):
             handle = start()
             handle.get()
@@ -166,6 +166,6 @@ for name, tree in {"pageable": large, "rows of a pinned tensor": list(buffer.unb
 assert stats.transfers == 1
 
 # %%
-# :func:`tdcopier.set_staging_limit_bytes` bounds the memory for staging.
+# :func:`tdcopier.limits.set_staging_bytes` bounds the memory for staging.
 # ``python -m tdcopier info`` prints the limits in force,
 # and the fast paths that a device lacks.

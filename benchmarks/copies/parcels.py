@@ -151,7 +151,7 @@ def _packing(bench: Bench, name: str) -> dict[str, Any]:
         rounds=bench.rounds(BATCHES[name][1] / 5, least=5),
     )
     steps = []
-    with tdcopier.time_steps():
+    with tdcopier.stats.time_steps():
         for _ in range(bench.rounds(BATCHES[name][1], least=10)):
             handle = tdcopier.start_copy(tree, device)
             handle.get()

@@ -54,7 +54,7 @@ WAYS = [
         lambda sizes: [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes],
         around=partial(emptied, _empty_cache_of_torch),
     ),
-    Way(LEASES, lease, list, around=partial(emptied, tdcopier.trim_pinned_memory)),
+    Way(LEASES, lease, list, around=partial(emptied, tdcopier.pinned.trim)),
 ]
 """Each returns the tensors of a request of some sizes."""
 

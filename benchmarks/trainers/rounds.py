@@ -169,7 +169,7 @@ def reset_peaks(device: torch.device) -> None:
 
 def memory_of(device: torch.device) -> dict[str, int]:
     """Return bytes: peaks of the device's memory, and pinned memory of torch and of tdcopier."""
-    use = tdcopier.pinned_memory()
+    use = tdcopier.pinned.usage()
     found = {
         "tdcopier_staging_bytes": use.staging_bytes,
         "tdcopier_pool_bytes": use.leased_bytes + use.free_bytes,

@@ -68,7 +68,7 @@ class Way(NamedTuple):
 @cache
 def register() -> None:
     """Register the class of images as a container, as users of tdcopier do with own classes."""
-    tdcopier.register_container(
+    tdcopier.containers.register(
         NestedTensor,
         lambda images: ((images.tensors, images.mask), None),
         lambda children, _: NestedTensor(*children),

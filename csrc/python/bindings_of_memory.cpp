@@ -26,7 +26,7 @@ void bind_memory(py::module_& m) {
   py::class_<PinnedMemory> pinned_memory(m, "PinnedMemory", R"(
 Memory that `pin_memory_` has pinned. It stays pinned, and alive, until `close`, the end of a `with`
 block, or the end of this object.)");
-  pinned_memory.attr("__module__") = "tdcopier";
+  pinned_memory.attr("__module__") = "tdcopier.pinned";
   pinned_memory
       .def(py::init([](py::handle data, py::handle device) {
         return with_torch_errors([&] { return std::make_unique<PinnedMemory>(data, device); });

@@ -87,15 +87,15 @@ class Limits(TypedDict):
     """Limits in force in this process."""
 
     staging_limit_bytes: int
-    """Per device; set by `set_staging_limit_bytes`."""
+    """Per device; set by `limits.set_staging_bytes`."""
     staging_buffer_bytes: int
     """Size of a staging buffer, and so the maximum size of a staged transfer."""
     pinned_limit_bytes: int
-    """Of the pool of pinned memory, in this process; set by `set_pinned_limit_bytes`."""
+    """Of the pool of pinned memory, in this process; set by `limits.set_pinned_bytes`."""
     slab_limit_bytes: int
-    """Of pinned slabs, in this process; set by `set_slab_limit_bytes`."""
+    """Of pinned slabs, in this process; set by `limits.set_slab_bytes`."""
     run_ahead_batches: int
-    """Set by `set_run_ahead_limit`."""
+    """Set by `limits.set_run_ahead`."""
     inline_bytes: int
     """Host sources of up to this size are staged in the call."""
     straight_bytes: int
@@ -121,9 +121,9 @@ class Switches(TypedDict):
     check_mode: bool
     """`TDCOPIER_CHECK`."""
     tensordict_backend_installed: bool
-    """Process-wide: `install_tensordict_backend`."""
+    """Process-wide: `tensordict.install_backend`."""
     tensordict_backend_here: bool
-    """In the calling thread: `tensordict_backend`."""
+    """In the calling thread: `tensordict.backend`."""
     steps_timed: bool
     """`time_steps`."""
     progress: bool
@@ -173,7 +173,7 @@ def info(*, make_contexts: bool = False) -> Info:
         "limits": {
             "staging_limit_bytes": _limits.limits_in_force.staging_limit_bytes,
             "staging_buffer_bytes": _C.STAGING_BUFFER_BYTES,
-            "pinned_limit_bytes": tdcopier.pinned_memory().limit_bytes,
+            "pinned_limit_bytes": tdcopier.pinned.usage().limit_bytes,
             "slab_limit_bytes": _C.slab_limit_bytes(),
             "run_ahead_batches": _limits.limits_in_force.run_ahead_batches,
             "inline_bytes": _C.MAX_INLINE_BYTES,

@@ -47,7 +47,7 @@ def refuse_or_warn(data: Any, target: torch.device, only_warn: bool) -> None:
         text = (
             f"{path} has tensors in it, and is an attribute beside the fields or items of the "
             f"{name}: {{}}. Make it a field or an item, or register the class with "
-            "tdcopier.register_container."
+            "tdcopier.containers.register."
         )
         if not only_warn:
             raise TypeError(

@@ -283,5 +283,5 @@ def _shell_of(value: Any, kind: str) -> Any:
 def _not_rebuildable(value: Any, kind: str, reason: str) -> Refused:
     return Refused(
         f"is a {type(value).__name__}, a {kind} that cannot be rebuilt ({reason}): "
-        "register it with tdcopier.register_container"
+        "register it with tdcopier.containers.register"
     )

@@ -65,7 +65,7 @@ def _fields_of(value: Any) -> dict[str, Any]:
 def _unknown_place(value: Any, name: str, reason: str) -> Refused:
     return Refused(
         f"is a {type(value).__name__}, whose field {name!r} is a property, another descriptor or "
-        f"from `__getattr__`, and {reason}: register the class with tdcopier.register_container"
+        f"from `__getattr__`, and {reason}: register the class with tdcopier.containers.register"
     )
 
 

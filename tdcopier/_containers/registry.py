@@ -65,7 +65,7 @@ def _unflatten_of(cls: type) -> Callable[[list[Any], Any], Any]:
     if rule is None:
         raise TypeError(
             f"{cls.__qualname__} is not registered in this process: call "
-            "tdcopier.register_container here too"
+            "tdcopier.containers.register here too"
         )
     return rule.unflatten
 
@@ -80,8 +80,8 @@ _found: weakref.WeakKeyDictionary[type, tuple[Rule | _C.WhyDelegated | None, int
 """Rules with the mark of the class in torch's pytrees when the rule was found."""
 
 
-@keep_out_of_graphs("register_container()")
-def register_container(
+@keep_out_of_graphs("containers.register()")
+def register(
     cls: type[T],
     flatten: Callable[[T], tuple[Iterable[Any], Any]],
     unflatten: Callable[[list[Any], Any], T],
@@ -108,7 +108,7 @@ def register_container(
     Raises:
         TypeError: `cls` is not a class, or is one that the engine handles itself (`list`, `tuple`,
             `dict`, tensors, arrays); or a function is not callable.
-        ValueError: `cls` is registered already; see `unregister_class`.
+        ValueError: `cls` is registered already; see `containers.unregister`.
     """
     if not isinstance(cls, type):
         raise TypeError(f"cls must be a class; got {cls!r}")
@@ -152,7 +152,7 @@ def register_tensor_subclass(
             return boxes
 
 
-        tdcopier.register_tensor_subclass(Boxes, wrap)
+        tdcopier.containers.register_tensor_subclass(Boxes, wrap)
 
     The engine reads and writes the memory of such tensors, also in `copy_into`, and does not call
     their `__torch_function__`. Tensors that it cannot copy as plain bytes, for example those that
@@ -166,12 +166,12 @@ def register_tensor_subclass(
             it must not read the tensor's data on the host. By default
             `tensor.as_subclass(type(like))`, which is what ``.to`` does for a class that does not
             override `__torch_function__`; it drops attributes.
-        subclasses: include all subclasses, as in `register_container`.
+        subclasses: include all subclasses, as in `containers.register`.
 
     Raises:
         TypeError: `cls` is not a subclass of `torch.Tensor`, is one that the engine handles itself,
             or overrides `__torch_dispatch__`; or `wrap` is not callable.
-        ValueError: `cls` is registered already; see `unregister_class`.
+        ValueError: `cls` is registered already; see `containers.unregister`.
     """
     if not isinstance(cls, type) or not issubclass(cls, torch.Tensor):
         raise TypeError(f"cls must be a subclass of torch.Tensor; got {cls!r}")
@@ -187,9 +187,9 @@ def register_tensor_subclass(
     _register(cls, wrapped.rule_with(wrap), subclasses)
 
 
-@keep_out_of_graphs("unregister_class()")
-def unregister_class(cls: type) -> None:
-    """Undo `register_container` or `register_tensor_subclass`.
+@keep_out_of_graphs("containers.unregister()")
+def unregister(cls: type) -> None:
+    """Undo `containers.register` or `register_tensor_subclass`.
 
     Copies that have been started keep to the registration.
 

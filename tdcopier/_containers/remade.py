@@ -63,7 +63,7 @@ class Remade(NamedTuple):
         if fault:
             raise TypeError(
                 f"a {self.cls.__name__} was rebuilt from its moved children, but {fault}: register "
-                "the class with tdcopier.register_container"
+                "the class with tdcopier.containers.register"
             )
         return made
 

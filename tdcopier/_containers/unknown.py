@@ -231,7 +231,7 @@ def _remedy(value: Any) -> str:
         return "Pass a tuple of its bounds."
     if is_without_order(value):
         return f"Pass list(...) of it. {_ACCEPTED}"
-    register = f"{_ACCEPTED} Register the class with tdcopier.register_container."
+    register = f"{_ACCEPTED} Register the class with tdcopier.containers.register."
     if hasattr(type(value), "keys") and hasattr(type(value), "__getitem__"):
         return f"Pass dict(...) of it. {register}"
     return register

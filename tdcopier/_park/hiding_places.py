@@ -171,7 +171,7 @@ def _remedy(reported: Reported, path: str) -> str:
         return "Give its tolist()"
     if not reported.hidden:
         is_class = not unknown.is_plain_value(value) and not isinstance(value, nn.Module | slice)
-        return ACCEPTED + is_class * ", or register its class with tdcopier.register_container"
+        return ACCEPTED + is_class * ", or register its class with tdcopier.containers.register"
     paths = [text_of(at) for at in reported.hidden[:_MOST_NAMED]]
     more = len(reported.hidden) - len(paths)
     if more:

@@ -299,7 +299,7 @@ def park(*states: Any, gradients: bool = True, on_unknown: OnUnknown = None) -> 
             strided; its device is of a type that tdcopier has no transfers for. The message names
             the path. Or all tensors are on the host. A state without any tensor, such as an
             optimizer before its first step, is no error.
-        MemoryError: the host can pin no more memory, or the limit of `set_pinned_limit_bytes` does
+        MemoryError: the host can pin no more memory, or the limit of `limits.set_pinned_bytes` does
             not allow it.
         RuntimeError: a current stream is capturing a CUDA graph; a torch mode is active; the driver
             refuses to pin memory; another thread gives the tensors other memory during the call.

@@ -20,7 +20,7 @@ class SnapshotStager:
 
     For example::
 
-        stager = tdcopier.SnapshotStager(optimizer=optimizer)
+        stager = tdcopier.checkpoint.SnapshotStager(optimizer=optimizer)
         saved = dcp.async_save(state_dict, checkpoint_id=path, async_stager=stager)
         train_one_step()
         saved.upload_completion.result()
@@ -72,7 +72,9 @@ class SnapshotStager:
         waits = ""
         if self._optimizer is not None:
             waits = f", waits in step of {type(self._optimizer).__qualname__}"
-        return f"<tdcopier.SnapshotStager: {'closed' if self._is_closed else state}{waits}>"
+        return (
+            f"<tdcopier.checkpoint.SnapshotStager: {'closed' if self._is_closed else state}{waits}>"
+        )
 
     @property
     def should_synchronize_after_execute(self) -> bool:

@@ -1,4 +1,4 @@
-"""`tensordict_backend`: runs TensorDict's own calls on the engine, by thread or for the process."""
+"""`tensordict.backend`: runs TensorDict's own calls on the engine, by thread or for the process."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _own: ContextVar[tuple[BackendUse, ...]] = ContextVar("tdcopier_tensordict_backe
 
 
 @contextlib.contextmanager
-def tensordict_backend() -> Iterator[BackendUse]:
+def backend() -> Iterator[BackendUse]:
     """Run TensorDict's own calls on the engine, within the block and in this thread (or task).
 
     For example::
 
-        with tdcopier.tensordict_backend():
+        with tdcopier.tensordict.backend():
             moved = td.to("cuda")  # packed
 
     `td.to(device)`, with or without `non_blocking`, ``.cuda()``, ``.cpu()``, and `TensorDict(...,
@@ -61,14 +61,14 @@ def tensordict_backend() -> Iterator[BackendUse]:
     without the backend, packed. Their guarantees still hold, and these are added. You may overwrite
     a source in host memory, pinned or not, when the call returns. A copy to a device is ordered on
     the current stream, and the host does not wait for it (except for the bound of
-    `set_run_ahead_limit`) unless `non_blocking=False` asks for that. A copy to the host has arrived
-    when the call returns, even with `non_blocking=True`. Results on the host are pinned.
+    `limits.set_run_ahead`) unless `non_blocking=False` asks for that. A copy to the host has
+    arrived when the call returns, even with `non_blocking=True`. Results on the host are pinned.
 
     All other calls go to tensordict's own code: those with a dtype, another tensor or TensorDict,
     `batch_size`, `inplace`, `non_blocking_pin` and so on; collections that `async_to` delegates to
     their ``.to``; calls under a torch mode, within a CUDA graph capture or `torch.compile`.
 
-    Blocks may be nested. For all threads of the process, use `install_tensordict_backend`.
+    Blocks may be nested. For all threads of the process, use `tensordict.install_backend`.
 
     Yields:
         Counts of the calls that the engine took, and of those that it left to tensordict.
@@ -88,7 +88,7 @@ def tensordict_backend() -> Iterator[BackendUse]:
         _set_methods()
 
 
-def install_tensordict_backend() -> BackendUse:
+def install_backend() -> BackendUse:
     """Run TensorDict's own calls on the engine in every thread, until it is removed as often.
 
     Returns:
@@ -100,8 +100,8 @@ def install_tensordict_backend() -> BackendUse:
         return _process_wide[0]
 
 
-def remove_tensordict_backend() -> None:
-    """Undo one `install_tensordict_backend`; the last removal restores tensordict's own methods.
+def remove_backend() -> None:
+    """Undo one `tensordict.install_backend`; the last removal restores tensordict's own methods.
 
     Raises:
         RuntimeError: the backend is not installed.

@@ -130,7 +130,7 @@ def _once() -> Once:
     ids=lambda value: value.split(",")[0] if isinstance(value, str) else "",
 )
 def test_a_container_that_cannot_be_rebuilt_is_named_with_its_path(device, leaf, make, reason):
-    message = f"data['a'].right is a {reason}: register it with tdcopier.register_container"
+    message = f"data['a'].right is a {reason}: register it with tdcopier.containers.register"
     with pytest.raises(TypeError) as caught:
         tdcopier.start_copy({"a": Pair(leaf, make())}, device)
     assert type(caught.value) is TypeError
@@ -139,7 +139,7 @@ def test_a_container_that_cannot_be_rebuilt_is_named_with_its_path(device, leaf,
 
 
 def test_a_container_that_cannot_be_rebuilt_can_be_registered(device, registry, leaf):
-    tdcopier.register_container(
+    tdcopier.containers.register(
         Frozen,
         lambda f: (f.values(), list(f)),
         lambda c, keys: Frozen("x", zip(keys, c, strict=True)),

@@ -41,8 +41,8 @@ CYCLIC = ("dict whose attributes are its items", "every container in another")
 @pytest.fixture
 def late(request, sim, device, copy_stream):
     """A leaf that is not staged and whose tree is not built until the test releases its stream."""
-    tdcopier.set_staging_limit_bytes(4 << 20)
-    tdcopier.staging_bytes(device)
+    tdcopier.limits.set_staging_bytes(4 << 20)
+    tdcopier.limits.staging_bytes(device)
     return torch.ones(2 << 20)  # needs two staging buffers, and there is one
 
 

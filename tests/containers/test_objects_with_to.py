@@ -289,7 +289,7 @@ def test_an_error_of_to_is_told_even_if_the_tree_cannot_be_walked_again_for_its_
         children, once.children = once.children, None
         return None if children is None else (children, None)
 
-    tdcopier.register_container(Once, take, lambda children, _: children)
+    tdcopier.containers.register(Once, take, lambda children, _: children)
     handle = tdcopier.start_copy([Failing(KeyError("no")), Once()], device)
     with pytest.raises(KeyError, match="no"):
         handle.get()

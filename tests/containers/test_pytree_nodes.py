@@ -130,7 +130,7 @@ def test_classes_that_torch_itself_registers_stay_what_they_are(device):
 def test_our_own_registration_comes_first(registry, device):
     cls = cache_class()
     register(cls)
-    tdcopier.register_container(cls, lambda cache: (cache.keys, None), lambda keys, _: keys)
+    tdcopier.containers.register(cls, lambda cache: (cache.keys, None), lambda keys, _: keys)
     assert type(tdcopier.copy(cls([ramp("cpu", 3)], 1), device)) is list
 
 

@@ -1,4 +1,4 @@
-"""`register_container`: the classes it accepts, and what a user's functions may do."""
+"""`containers.register`: the classes it accepts, and what a user's functions may do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_next_copy_works(device: str) -> None:
 
 
 def test_a_registered_class_is_taken_apart_and_put_together_again(device, leaf):
-    tdcopier.register_container(Box, flatten_box, unflatten_box)
+    tdcopier.containers.register(Box, flatten_box, unflatten_box)
     moved = tdcopier.copy({"box": Box(leaf, [leaf], "text", name="n")}, device)["box"]
     assert type(moved) is Box
     assert moved.name == "n"
@@ -51,7 +51,7 @@ def test_the_children_are_handed_over_as_a_list_and_the_context_as_it_is(device,
         seen.append((type(children), given))
         return Box(*children)
 
-    tdcopier.register_container(Box, lambda box: (iter(box.children), context), unflatten)
+    tdcopier.containers.register(Box, lambda box: (iter(box.children), context), unflatten)
     tdcopier.copy(Box(leaf), device)
     assert seen == [(list, context)]
 
@@ -60,7 +60,7 @@ def test_subclasses_of_a_registered_class_are_not_included(device, leaf):
     class SmallBox(Box):
         pass
 
-    tdcopier.register_container(Box, flatten_box, unflatten_box)
+    tdcopier.containers.register(Box, flatten_box, unflatten_box)
     small = SmallBox(leaf)
     assert tdcopier.copy(small, device, on_unknown="ignore") is small
 
@@ -68,20 +68,20 @@ def test_subclasses_of_a_registered_class_are_not_included(device, leaf):
 def test_a_class_that_was_opaque_before_is_taken_apart_from_then_on(device, leaf):
     box = Box(leaf)
     assert tdcopier.copy(box, device, on_unknown="ignore") is box
-    tdcopier.register_container(Box, flatten_box, unflatten_box)
+    tdcopier.containers.register(Box, flatten_box, unflatten_box)
     assert tdcopier.copy(box, device).children[0].device == torch.device(device)
 
 
 @pytest.mark.parametrize("cls", [Pair, OrderedDict])
 def test_a_registration_replaces_what_is_known_of_a_class(device, leaf, cls):
-    tdcopier.register_container(cls, lambda value: ([leaf], value), lambda children, _: children)
+    tdcopier.containers.register(cls, lambda value: ([leaf], value), lambda children, _: children)
     value = Pair(1, 2) if cls is Pair else OrderedDict(a=1)
     (moved,) = tdcopier.copy(value, device)
     assert moved.device == torch.device(device)
 
 
 def test_a_registered_container_without_children_is_rebuilt_too(device):
-    tdcopier.register_container(Box, flatten_box, unflatten_box)
+    tdcopier.containers.register(Box, flatten_box, unflatten_box)
     empty = Box(name="empty")
     moved = tdcopier.copy(empty, device)
     assert moved is not empty
@@ -102,7 +102,7 @@ def make_box_class() -> Any:
         def made(cls, children: list[Any], context: Any) -> Any:
             return context(*children)
 
-    tdcopier.register_container(Box, Box.parts, Box.made, subclasses=True)
+    tdcopier.containers.register(Box, Box.parts, Box.made, subclasses=True)
     return Box
 
 
@@ -118,7 +118,7 @@ def test_subclasses_are_included_on_request_and_keep_their_class(device, leaf):
 def test_of_several_registered_base_classes_the_nearest_counts(device, leaf):
     cls = make_box_class()
     near = type("Near", (cls,), {})
-    tdcopier.register_container(
+    tdcopier.containers.register(
         near, lambda box: ([box.child], None), lambda children, _: children[0], subclasses=True
     )
     moved = tdcopier.copy(type("Sub", (near,), {})(leaf), device)
@@ -147,11 +147,11 @@ def test_a_class_written_in_c_can_be_registered(device, leaf):
     import types
 
     cls = types.SimpleNamespace
-    tdcopier.register_container(
+    tdcopier.containers.register(
         cls, lambda value: ([value.x], None), lambda children, _: cls(x=children[0])
     )
     assert tdcopier.copy(cls(x=leaf), device).x.device == torch.device(device)
-    tdcopier.unregister_class(cls)
+    tdcopier.containers.unregister(cls)
     value = cls(x=leaf)
     assert tdcopier.copy(value, device, on_unknown="ignore") is value
 
@@ -164,20 +164,20 @@ def test_a_class_pickled_by_value_leaves_its_registration_behind():
 
 
 def test_a_class_can_be_registered_anew_once_it_was_unregistered(device, leaf):
-    tdcopier.register_container(Box, flatten_box, unflatten_box)
+    tdcopier.containers.register(Box, flatten_box, unflatten_box)
     handle = tdcopier.start_copy([Box(leaf)], device)
-    tdcopier.unregister_class(Box)
+    tdcopier.containers.unregister(Box)
     assert type(handle.get()[0]) is Box
     box = Box(leaf)
     assert tdcopier.copy(box, device, on_unknown="ignore") is box
-    tdcopier.register_container(Box, flatten_box, lambda children, name: children)
+    tdcopier.containers.register(Box, flatten_box, lambda children, name: children)
     assert type(tdcopier.copy(box, device)) is list
 
 
 @pytest.mark.parametrize(("cls", "name"), [(Box, "Box"), (3, "3"), (dict, "dict")])
 def test_what_is_not_registered_cannot_be_unregistered(cls, name):
     with raises_exactly(ValueError, f"{name} is not registered"):
-        tdcopier.unregister_class(cls)
+        tdcopier.containers.unregister(cls)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -217,14 +217,14 @@ class MyArray(np.ndarray):
 )  # fmt: skip
 def test_what_cannot_be_registered_is_refused(device, arguments, error, message):
     with raises_exactly(error, message):
-        tdcopier.register_container(*arguments)
+        tdcopier.containers.register(*arguments)
     assert_next_copy_works(device)
 
 
 def test_a_class_cannot_be_registered_twice(device, leaf):
-    tdcopier.register_container(Box, flatten_box, unflatten_box)
+    tdcopier.containers.register(Box, flatten_box, unflatten_box)
     with pytest.raises(ValueError, match=r"^Box is registered already$"):
-        tdcopier.register_container(Box, lambda box: ([], None), lambda children, context: None)
+        tdcopier.containers.register(Box, lambda box: ([], None), lambda children, context: None)
     assert tdcopier.copy(Box(leaf), device).children[0].device == torch.device(device)
 
 
@@ -237,7 +237,7 @@ def test_a_class_cannot_be_registered_twice(device, leaf):
     ids=repr,
 )
 def test_a_flatten_function_that_returns_no_pair_is_named_with_its_path(device, leaf, answer):
-    tdcopier.register_container(Box, lambda box: answer, unflatten_box)
+    tdcopier.containers.register(Box, lambda box: answer, unflatten_box)
     message = (
         "data[1]['b'] is a Box, whose flatten function must return a pair (children, context); "
         f"it returned {answer!r}"
@@ -254,7 +254,7 @@ def test_what_flatten_yields_itself_may_fail_too(device, leaf):
         yield leaf
         raise error
 
-    tdcopier.register_container(Box, lambda box: (children(), None), unflatten_box)
+    tdcopier.containers.register(Box, lambda box: (children(), None), unflatten_box)
     with pytest.raises(KeyError) as caught:
         tdcopier.start_copy([leaf, Box()], device)
     assert caught.value is error
@@ -265,7 +265,7 @@ def test_what_a_flatten_function_raises_comes_out_of_the_call(device, leaf, erro
     def flatten(box: Box) -> Any:
         raise error
 
-    tdcopier.register_container(Box, flatten, unflatten_box)
+    tdcopier.containers.register(Box, flatten, unflatten_box)
     with pytest.raises(type(error)) as caught:
         tdcopier.start_copy([leaf, Box()], device)
     assert caught.value is error
@@ -278,7 +278,7 @@ def test_what_an_unflatten_function_raises_comes_out_of_get_and_wait_every_time(
     def unflatten(children: list[Any], context: Any) -> Any:
         raise error
 
-    tdcopier.register_container(Box, flatten_box, unflatten)
+    tdcopier.containers.register(Box, flatten_box, unflatten)
     handle = tdcopier.start_copy([leaf, Box(leaf)], device)
     for ask in (handle.get, handle.wait, handle.get, handle.wait):
         with pytest.raises(KeyError) as caught:
@@ -297,7 +297,7 @@ def test_a_flatten_function_that_works_only_once_does_not_hide_what_is_wrong_wit
         waiting.remove(given)  # KeyError at the second call
         return [], None
 
-    tdcopier.register_container(Box, flatten, unflatten_box)
+    tdcopier.containers.register(Box, flatten, unflatten_box)
     leaf = ramp("cpu", 3)
     leaf.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="reaches beyond its storage, which has only 0 bytes"):
@@ -313,7 +313,7 @@ def test_an_interrupt_in_an_unflatten_function_is_raised_at_once_and_nothing_is_
             raise interrupts.pop()
         return Box(*children, name=name)
 
-    tdcopier.register_container(Box, flatten_box, unflatten)
+    tdcopier.containers.register(Box, flatten_box, unflatten)
     with pytest.raises(KeyboardInterrupt):
         tdcopier.start_copy([Box(ramp("cpu", 3))], device)
     assert_next_copy_works(device)
@@ -345,7 +345,7 @@ def test_a_container_that_changes_while_it_is_walked_is_named(device, leaf, chan
         change(inner)
         return [], None
 
-    tdcopier.register_container(Box, flatten, unflatten_box)
+    tdcopier.containers.register(Box, flatten, unflatten_box)
     path = "data['x'][0]" if nested else "data"
     message = re.escape(f"{path} changed its size while it was being walked")
     with pytest.raises(RuntimeError, match=f"^{message}$"):
@@ -363,7 +363,7 @@ def test_a_container_whose_values_are_replaced_while_it_is_walked_does_no_harm(d
         gc.collect()
         return [], "new"
 
-    tdcopier.register_container(Box, flatten, unflatten_box)
+    tdcopier.containers.register(Box, flatten, unflatten_box)
     moved = tdcopier.copy(outer, device)
     assert list(moved) == ["a", "b"]
     assert [leaf.tolist() for leaf in moved["a"][1:]] == [[0, 0]] * 3
@@ -374,11 +374,11 @@ def test_a_flatten_function_may_copy_register_and_collect(device, leaf):
         pass
 
     def flatten(box: Box) -> Any:
-        tdcopier.register_container(Other, lambda other: ([leaf], None), lambda c, _: c[0])
+        tdcopier.containers.register(Other, lambda other: ([leaf], None), lambda c, _: c[0])
         gc.collect()
         return [*tdcopier.copy([leaf, leaf], device), Other()], box.name
 
-    tdcopier.register_container(Box, flatten, unflatten_box)
+    tdcopier.containers.register(Box, flatten, unflatten_box)
     handle = tdcopier.start_copy([leaf, Box(), leaf], device)
     first, box, last = handle.get()
     assert [first[0].item(), *(child[0].item() for child in box.children), last[0].item()] == [
@@ -395,7 +395,7 @@ def test_an_unflatten_function_may_ask_the_handle(device):
             asked.pop().get()
         return Box(*children, name=name)
 
-    tdcopier.register_container(Box, flatten_box, unflatten)
+    tdcopier.containers.register(Box, flatten_box, unflatten)
     handle = tdcopier.start_copy([Box(torch.ones(1 << 22))], device)
     asked.append(handle)
     result = handle.get()
@@ -412,7 +412,7 @@ def test_an_unflatten_function_may_drop_the_handle(device):
         gc.collect()
         return Box(*children, name=name)
 
-    tdcopier.register_container(Box, flatten_box, unflatten)
+    tdcopier.containers.register(Box, flatten_box, unflatten)
     Owner.handle = tdcopier.start_copy([Box(torch.ones(1 << 22)), Box(torch.ones(3))], device)
     first, second = Owner.handle.get()
     assert first.children[0].sum().item() == 1 << 22
@@ -420,7 +420,7 @@ def test_an_unflatten_function_may_drop_the_handle(device):
 
 
 def test_many_threads_copy_registered_containers_while_garbage_is_collected(device):
-    tdcopier.register_container(Box, flatten_box, unflatten_box)
+    tdcopier.containers.register(Box, flatten_box, unflatten_box)
 
     def work(seed: int) -> None:
         for i in range(20):

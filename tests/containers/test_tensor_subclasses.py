@@ -289,7 +289,7 @@ def test_a_registered_class_is_packed_and_wrapped(registry, ends):
     source, target = ends
     leaf = metres(source)
     assert tdcopier.start_copy([leaf], target).stats.delegated_leaves == 1
-    tdcopier.register_tensor_subclass(Moved, wrap_moved)
+    tdcopier.containers.register_tensor_subclass(Moved, wrap_moved)
     transposed = leaf.t()
     transposed.unit = "km"
     handle = tdcopier.start_copy([leaf, {"x": transposed}], target)
@@ -301,7 +301,7 @@ def test_a_registered_class_is_packed_and_wrapped(registry, ends):
 
 def test_by_default_a_class_is_wrapped_as_torch_does(registry, ends):
     source, target = ends
-    tdcopier.register_tensor_subclass(Labelled)
+    tdcopier.containers.register_tensor_subclass(Labelled)
     leaf = metres(source, Labelled)
     handle = tdcopier.start_copy([leaf], target)
     (moved,) = handle.get()
@@ -314,10 +314,10 @@ def test_subclasses_are_included_on_request_and_keep_their_class(registry, devic
     class Late(Moved):
         pass
 
-    tdcopier.register_tensor_subclass(Moved, wrap_moved)
+    tdcopier.containers.register_tensor_subclass(Moved, wrap_moved)
     assert tdcopier.start_copy([metres("cpu", Late)], device).stats.delegated_leaves == 1
-    tdcopier.unregister_class(Moved)
-    tdcopier.register_tensor_subclass(Moved, wrap_moved, subclasses=True)
+    tdcopier.containers.unregister(Moved)
+    tdcopier.containers.register_tensor_subclass(Moved, wrap_moved, subclasses=True)
     later = type("Later", (Late,), {})  # made after the registration
     handle = tdcopier.start_copy([metres("cpu", cls) for cls in (Moved, Late, later)], device)
     assert [type(leaf) for leaf in handle.get()] == [Moved, Late, later]
@@ -325,13 +325,13 @@ def test_subclasses_are_included_on_request_and_keep_their_class(registry, devic
 
 
 def test_without_its_registration_a_class_is_delegated_again(registry, device):
-    tdcopier.register_tensor_subclass(Moved, wrap_moved)
+    tdcopier.containers.register_tensor_subclass(Moved, wrap_moved)
     handle = tdcopier.start_copy([metres("cpu")], device)
-    tdcopier.unregister_class(Moved)
+    tdcopier.containers.unregister(Moved)
     assert handle.get()[0].unit == "m"
     assert tdcopier.start_copy([metres("cpu")], device).stats.delegated_leaves == 1
     with raises_exactly(ValueError, "Moved is not registered"):
-        tdcopier.unregister_class(Moved)
+        tdcopier.containers.unregister(Moved)
 
 
 def test_an_error_of_wrap_comes_out_of_get_every_time(registry, device):
@@ -340,7 +340,7 @@ def test_an_error_of_wrap_comes_out_of_get_every_time(registry, device):
     def wrap(tensor: torch.Tensor, like: Any) -> Any:
         raise error
 
-    tdcopier.register_tensor_subclass(Moved, wrap)
+    tdcopier.containers.register_tensor_subclass(Moved, wrap)
     handle = tdcopier.start_copy([metres("cpu")], device)
     for _ in range(2):
         with pytest.raises(KeyError) as caught:
@@ -375,10 +375,10 @@ class Dispatching(torch.Tensor):
 )  # fmt: skip
 def test_what_cannot_be_registered_is_refused(registry, arguments, error, message):
     with raises_exactly(error, message):
-        tdcopier.register_tensor_subclass(*arguments)
+        tdcopier.containers.register_tensor_subclass(*arguments)
 
 
 def test_a_class_cannot_be_registered_twice(registry):
-    tdcopier.register_tensor_subclass(Labelled)
+    tdcopier.containers.register_tensor_subclass(Labelled)
     with raises_exactly(ValueError, "Labelled is registered already"):
-        tdcopier.register_tensor_subclass(Labelled, wrap_moved)
+        tdcopier.containers.register_tensor_subclass(Labelled, wrap_moved)

@@ -165,8 +165,8 @@ def test_every_kind_of_copy_is_awaited_with_the_values_of_to(device, kind):
 
 
 def test_more_copies_than_staging_buffers_are_awaited_together(device):
-    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
-    tdcopier.set_run_ahead_limit(100)
+    tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.set_run_ahead(100)
 
     async def scene() -> list[Any]:
         handles = [
@@ -366,7 +366,7 @@ def test_memory_is_not_reused_while_the_stream_that_awaited_can_still_read_it(
     device, accelerator, stall
 ):
     consumer = accelerator.Stream(device=device)
-    tdcopier.set_run_ahead_limit(1000)
+    tdcopier.limits.set_run_ahead(1000)
 
     async def scene() -> list[torch.Tensor]:
         kept = []

@@ -294,7 +294,7 @@ def test_code_of_a_container_is_not_compiled_where_a_graph_is_broken(device, reg
         def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
             self.both = (one, other)
 
-    tdcopier.register_container(
+    tdcopier.containers.register(
         Pair, lambda pair: (pair.both, None), lambda children, context: Pair(*children)
     )
 

@@ -255,7 +255,7 @@ def test_memory_of_batches_is_used_again(device):
 
 
 def test_batches_beyond_the_bound_go_at_once(device):
-    tdcopier.set_staging_limit_bytes(4 * LARGE)  # room for four such batches
+    tdcopier.limits.set_staging_bytes(4 * LARGE)  # room for four such batches
     sent = []
     handles = []
     with held():
@@ -270,7 +270,7 @@ def test_batches_beyond_the_bound_go_at_once(device):
 
 
 def test_a_batch_of_another_size_takes_the_place_of_free_memory(device):
-    tdcopier.set_staging_limit_bytes(4 * LARGE)
+    tdcopier.limits.set_staging_bytes(4 * LARGE)
     for elements in (LARGE, 4 * LARGE, 10, 2 * LARGE, 4 * LARGE):
         with held():
             handle = tdcopier.start_copy(torch.ones(elements), device)
@@ -283,7 +283,7 @@ def test_a_batch_of_another_size_takes_the_place_of_free_memory(device):
 def test_a_lower_limit_is_reached_as_batches_come_back(device):
     with held():
         handles = [tdcopier.start_copy(torch.ones(LARGE), device) for _ in range(8)]
-        tdcopier.set_staging_limit_bytes(4 * LARGE)
+        tdcopier.limits.set_staging_bytes(4 * LARGE)
         for handle in handles:
             handle.get()
         handles = [tdcopier.start_copy(torch.ones(LARGE), device) for _ in range(8)]
@@ -294,7 +294,7 @@ def test_a_lower_limit_is_reached_as_batches_come_back(device):
 
 
 def test_no_limit_is_too_large(device):
-    tdcopier.set_staging_limit_bytes(sys.maxsize)
+    tdcopier.limits.set_staging_bytes(sys.maxsize)
     with held():
         handle = tdcopier.start_copy(torch.ones(LARGE), device)
     handle.wait_staged()

@@ -23,7 +23,7 @@ def small(device: str, dtypes: int) -> list[torch.Tensor]:
 def calls_per_copy(sim, source, target: str) -> tuple[list[float], float]:
     """Returns event records, stream waits and queries of one copy, and its transfers."""
     # Of more buffers, several come back at once, and not in every copy that is counted.
-    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
     for warm in (True, False):
         if not warm:
             sim.reset_counts()

@@ -142,13 +142,13 @@ def test_sizes_may_be_numpy_integers(device):
 def test_a_staging_limit_below_one_buffer_is_refused(limit):
     message = f"limit_bytes must be at least 2097152 (one buffer); got {limit}"
     with raises_exactly(ValueError, message):
-        tdcopier.set_staging_limit_bytes(limit)
+        tdcopier.limits.set_staging_bytes(limit)
 
 
 @pytest.mark.parametrize("limit", [0, -3])
 def test_a_run_ahead_limit_below_one_is_refused(limit):
     with raises_exactly(ValueError, f"batches must be at least 1; got {limit}"):
-        tdcopier.set_run_ahead_limit(limit)
+        tdcopier.limits.set_run_ahead(limit)
 
 
 # ---- the structure -------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def is_dense(leaf: Any) -> bool:
 
 def explained(
     tree: Any, target: str, *, falls_back: bool = False, **options: Any
-) -> tdcopier.Explanation:
+) -> tdcopier.stats.Explanation:
     """Explains and then copies; asserts that the counts agree."""
     shown = {name: value for name, value in options.items() if name not in WITHOUT_TREATMENT}
     explanation = tdcopier.explain(tree, target, **shown)
@@ -40,7 +40,7 @@ def explained(
     return explanation
 
 
-def only(tree: Any, target: str, **options: Any) -> tdcopier.ExplainedLeaf:
+def only(tree: Any, target: str, **options: Any) -> tdcopier.stats.ExplainedLeaf:
     (row,) = explained(tree, target, **options)
     return row
 

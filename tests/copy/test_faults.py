@@ -35,7 +35,7 @@ pytestmark = pytest.mark.sim
 @pytest.mark.parametrize("when", ["enqueue", "execution"])
 @pytest.mark.parametrize("buffers", [1, 2, 16])
 def test_one_window_fails_while_others_are_in_flight(sim, device, copy_stream, when, n, buffers):
-    tdcopier.set_staging_limit_bytes(buffers * BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(buffers * BUFFER_BYTES)
     before = in_use(sim)
     source = torch.full((5 * BUFFER_BYTES // 4,), 1.0)
     alive = weakref.ref(source)
@@ -52,7 +52,7 @@ def test_one_window_fails_while_others_are_in_flight(sim, device, copy_stream, w
         with pytest.raises(torch.AcceleratorError):
             handle.get()
         assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
-        assert tdcopier.staging_bytes(device) <= buffers * BUFFER_BYTES
+        assert tdcopier.limits.staging_bytes(device) <= buffers * BUFFER_BYTES
     assert are_released([alive])
     assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
     del handle
@@ -65,7 +65,7 @@ def test_one_window_fails_while_others_are_in_flight(sim, device, copy_stream, w
 @pytest.mark.parametrize("buffers", [1, 3])
 def test_copies_that_wait_for_staging_go_on_when_another_fails(sim, device, copy_stream, buffers):
     """Each copy waits for buffers of the one before; the second one fails."""
-    tdcopier.set_staging_limit_bytes(buffers * BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(buffers * BUFFER_BYTES)
     elements = 3 * BUFFER_BYTES // 4
     with sim.fail_transfer(5, direction="h2d") as fault:
         with sim.hold(copy_stream):
@@ -83,31 +83,33 @@ def test_copies_that_wait_for_staging_go_on_when_another_fails(sim, device, copy
                 assert values_of(moved) == {i}
         assert fault.struck in message
     assert failed == 1
-    assert tdcopier.staging_bytes(device) <= buffers * BUFFER_BYTES
+    assert tdcopier.limits.staging_bytes(device) <= buffers * BUFFER_BYTES
     assert_no_staging_is_lost(device)
 
 
 def test_staging_stays_within_its_bound_when_the_device_fails_again_and_again(sim, device):
-    tdcopier.set_staging_limit_bytes(2 * BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(2 * BUFFER_BYTES)
     for n in range(1, 9):
         with sim.fail_transfer(1 + n % 3, when="execution") as fault:
             handle = tdcopier.start_copy([torch.ones(3 * BUFFER_BYTES // 4)], device)
             with pytest.raises(torch.AcceleratorError):
                 handle.get()
             assert fault.fired
-            assert tdcopier.staging_bytes(device) <= 2 * BUFFER_BYTES  # does not raise either
+            assert (
+                tdcopier.limits.staging_bytes(device) <= 2 * BUFFER_BYTES
+            )  # does not raise either
         del handle
-        assert tdcopier.staging_bytes(device) <= 2 * BUFFER_BYTES
+        assert tdcopier.limits.staging_bytes(device) <= 2 * BUFFER_BYTES
     assert_no_staging_is_lost(device)
 
 
 def test_staging_that_cannot_be_pinned_waits_for_a_buffer_that_comes_back(sim, device, copy_stream):
-    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
-    tdcopier.staging_bytes(device)
+    tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.staging_bytes(device)
     first, second = torch.full((1_000,), 1.0), torch.full((1_000,), 2.0)
     with sim.hold(copy_stream):
         before = tdcopier.start_copy([first], device)  # occupies the only buffer
-        tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+        tdcopier.limits.set_staging_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
         _C.testing.set_max_inline_bytes(0)  # a worker waits for it
         try:
             with sim.fail_pinned_allocation(1) as fault:
@@ -165,7 +167,7 @@ def test_a_consumer_whose_own_stream_has_failed_does_not_stop_later_copies(
     sim, device, accelerator, when
 ):
     """The run-ahead limit polls events on that stream, which never complete."""
-    tdcopier.set_run_ahead_limit(2)
+    tdcopier.limits.set_run_ahead(2)
     consumer = accelerator.Stream(device=device)
     pinned = torch.ones(4).pin_memory()
     on_device = torch.zeros(4, device=device)
@@ -265,8 +267,8 @@ def test_a_failed_delegated_leaf_does_not_end_a_copy_that_still_reads_its_source
     sim, device, other_device, copy_stream
 ):
     """ready() lets the caller write to the sources, so not while workers still read them."""
-    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
-    tdcopier.staging_bytes(device)
+    tdcopier.limits.set_staging_bytes(BUFFER_BYTES)
+    tdcopier.limits.staging_bytes(device)
     large = torch.full((3 * BUFFER_BYTES // 4,), 1.0)
     delegated = torch.ones(4).to(other_device).requires_grad_()
     with sim.hold(copy_stream), sim.fail_transfer(direction="d2d") as fault:

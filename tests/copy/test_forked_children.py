@@ -83,9 +83,9 @@ def test_a_child_can_ask_for_pinned_memory_whatever_threads_were_doing():
 
     def asks():
         while not stop.is_set():
-            tdcopier.pinned_memory()
+            tdcopier.pinned.usage()
 
-    tdcopier.pinned_memory()
+    tdcopier.pinned.usage()
     threads = [threading.Thread(target=work) for work in (copies, asks, asks)]
     for thread in threads:
         thread.start()
@@ -94,7 +94,7 @@ def test_a_child_can_ask_for_pinned_memory_whatever_threads_were_doing():
             child = os.fork()
             if child == 0:
                 signal.alarm(10)
-                used = tdcopier.pinned_memory()
+                used = tdcopier.pinned.usage()
                 os._exit(0 if used.staging_bytes == used.leased_bytes == 0 else 1)
             assert os.waitpid(child, 0)[1] == 0
     finally:

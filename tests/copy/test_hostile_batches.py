@@ -56,7 +56,7 @@ def test_a_flatten_function_may_change_the_class_of_its_value(device):
         value.__class__ = Other
         return [ramp("cpu", 3)], "context"
 
-    tdcopier.register_container(Changing, flatten, lambda children, context: (context, *children))
+    tdcopier.containers.register(Changing, flatten, lambda children, context: (context, *children))
     context, moved = tdcopier.copy([Changing()], device)[0]
     assert context == "context"
     assert moved.tolist() == [0, 1, 2]
@@ -70,7 +70,7 @@ def test_a_flatten_function_may_resize_an_array_that_was_met_before(device):
         array.resize(2, refcheck=False)
         return [], None
 
-    tdcopier.register_container(Box, flatten, lambda children, context: Box())
+    tdcopier.containers.register(Box, flatten, lambda children, context: Box())
     assert tdcopier.copy([array, Box()], device)[0].tolist() == [0, 1]
 
 
@@ -79,7 +79,7 @@ def test_a_flatten_function_may_resize_an_array_that_was_met_before(device):
     "children", [torch.ones(2, 3), np.ones(2), {"a": 1}, OrderedDict(a=1), "text", b"text"]
 )
 def test_one_child_in_place_of_children_is_refused(device, children):
-    tdcopier.register_container(Box, lambda box: (children, None), unflatten_box)
+    tdcopier.containers.register(Box, lambda box: (children, None), unflatten_box)
     with raises_exactly(
         TypeError,
         "data[0] is a Box, whose flatten function must return a pair (children, context); it "
@@ -225,8 +225,8 @@ def test_a_result_that_one_thread_has_stands_though_another_ones_build_failed(
             raise KeyError("late")
         return Box(*children)
 
-    tdcopier.register_container(Box, flatten_box, unflatten)
-    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+    tdcopier.containers.register(Box, flatten_box, unflatten)
+    tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
     with sim.hold(copy_stream):  # one of four buffers: not built in the call
         handle = tdcopier.start_copy([Box(torch.ones(1 << 22))], device)
     results = []

@@ -38,10 +38,10 @@ def test_an_interrupted_block_of_the_backend_is_off_and_the_next_one_restores_al
     own = methods()
 
     def scene(interrupter: Interrupter) -> None:
-        with interrupter, tdcopier.tensordict_backend():
+        with interrupter, tdcopier.tensordict.backend():
             pass
         assert is_off()
-        with tdcopier.tensordict_backend() as use:
+        with tdcopier.tensordict.backend() as use:
             flat("cpu").to(device)
         assert use.by_engine == 1
         assert is_off()
@@ -57,10 +57,10 @@ def test_a_backend_whose_installation_was_interrupted_can_be_removed(device, kin
 
     def scene(interrupter: Interrupter) -> None:
         with interrupter:
-            tdcopier.install_tensordict_backend()
+            tdcopier.tensordict.install_backend()
         while _backend.switches_on()[0]:
-            tdcopier.remove_tensordict_backend()
-        with tdcopier.tensordict_backend():
+            tdcopier.tensordict.remove_backend()
+        with tdcopier.tensordict.backend():
             pass
         assert methods() == own
 
@@ -72,12 +72,12 @@ def test_after_an_interrupted_removal_the_backend_is_on_or_off(device, kind):
     own = methods()
 
     def scene(interrupter: Interrupter) -> None:
-        tdcopier.install_tensordict_backend()
+        tdcopier.tensordict.install_backend()
         with interrupter:
-            tdcopier.remove_tensordict_backend()
+            tdcopier.tensordict.remove_backend()
         if _backend.switches_on()[0]:
-            tdcopier.remove_tensordict_backend()
-        with tdcopier.tensordict_backend():
+            tdcopier.tensordict.remove_backend()
+        with tdcopier.tensordict.backend():
             pass
         assert methods() == own
 
@@ -90,7 +90,7 @@ def test_an_interrupted_call_that_the_engine_serves_can_be_made_again(device, ki
     expected = source.to(device)
 
     def scene(interrupter: Interrupter) -> None:
-        with tdcopier.tensordict_backend():
+        with tdcopier.tensordict.backend():
             with interrupter:
                 source.to(device)
             assert_same(in_time(lambda: flat("cpu").to(device)), flat("cpu").to(device))
@@ -128,7 +128,7 @@ def test_a_class_whose_registration_was_interrupted_is_registered_or_can_be(regi
                 self.leaf = leaf
 
         def register() -> None:
-            tdcopier.register_container(
+            tdcopier.containers.register(
                 Own, lambda own: ([own.leaf], None), lambda leaves, _: Own(*leaves)
             )
 

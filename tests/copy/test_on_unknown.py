@@ -186,7 +186,7 @@ def test_raise_names_the_path_of_the_first(device, name):
 def test_the_remedy_fits_the_value(device):
     remedies = {
         "set": "Pass list(...) of it.", "values": "Pass list(...) of it.",
-        "generator": "Pass list(...) of it.", "object": "tdcopier.register_container",
+        "generator": "Pass list(...) of it.", "object": "tdcopier.containers.register",
         "ChainMap": "Pass dict(...) of it.",
     }  # fmt: skip
     for name, remedy in remedies.items():
@@ -210,7 +210,7 @@ def test_warn_names_the_path_once_for_each_class(device, name):
     make, found = UNKNOWN[name]
     value = make(leaf())
     (first,) = warned({"x": [leaf(), value], "y": value}, device)
-    assert first.category is tdcopier.UnknownTypeWarning
+    assert first.category is tdcopier.containers.UnknownTypeWarning
     assert str(first.message).startswith("data['x'][1] is ")
     assert found in str(first.message)
     assert warned([value], device) == []
@@ -242,7 +242,7 @@ def test_a_warning_that_is_an_error_comes_before_anything_is_copied_each_time(de
     for _ in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with pytest.raises(tdcopier.UnknownTypeWarning, match=r"data\[1\] is a set"):
+            with pytest.raises(tdcopier.containers.UnknownTypeWarning, match=r"data\[1\] is a set"):
                 tdcopier.start_copy([leaf(), {1}], device, on_unknown="warn")
     assert len(warned([{1}], device)) == 1
 

@@ -52,7 +52,7 @@ def test_the_current_accelerator_is_the_default(device):
     data = large()
     with tdcopier.pin_memory_(data) as pinned:
         assert data.is_pinned()
-        assert isinstance(pinned, tdcopier.PinnedMemory)
+        assert isinstance(pinned, tdcopier.pinned.PinnedMemory)
     assert not data.is_pinned()
 
 

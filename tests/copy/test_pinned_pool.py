@@ -171,7 +171,7 @@ def test_a_leaf_of_a_large_result_is_saved_pickled_shared_and_grown_alone(device
 
 def test_a_large_result_goes_to_torchs_allocator_if_the_pool_has_no_room(device):
     source = large_state(device)
-    tdcopier.set_pinned_limit_bytes(64 * MIB)
+    tdcopier.limits.set_pinned_bytes(64 * MIB)
     handle = tdcopier.start_copy(source, "cpu", require_pinned_results=True)
     assert all(got.equal(leaf.cpu()) for got, leaf in zip(handle.get(), source, strict=True))
     assert all(got.is_pinned() for got in handle.get())
@@ -182,7 +182,7 @@ def test_a_large_result_goes_to_torchs_allocator_if_the_pool_has_no_room(device)
 def test_a_large_result_waits_for_no_device_to_get_room_in_the_pool(device, accelerator, stall):
     source = large_state(device)
     (leased,) = lease([60 * MIB])
-    tdcopier.set_pinned_limit_bytes(80 * MIB)
+    tdcopier.limits.set_pinned_bytes(80 * MIB)
     side = accelerator.Stream(device=device)
     with stall(accelerator.current_stream()):
         leased.to(device, non_blocking=True)
@@ -203,14 +203,14 @@ def test_a_forked_child_leases_no_results():
 import os
 source = [torch.ones(20 << 20, device="sim:0")]
 result = tdcopier.copy(source, "cpu")
-assert tdcopier.pinned_memory().leased_bytes > 0
+assert tdcopier.pinned.usage().leased_bytes > 0
 if os.fork() == 0:
     assert result[0][-1] == 1
     try:
         tdcopier.copy(source, "cpu")
     except RuntimeError:
         pass  # no device in a forked child
-    os._exit(tdcopier.pinned_memory().leased_bytes != 0)
+    os._exit(tdcopier.pinned.usage().leased_bytes != 0)
 assert os.wait()[1] == 0
 """
     )
@@ -366,9 +366,9 @@ def test_memory_is_unpinned_after_all_copies(sim, device):
             (tensor,) = lease([size])
             handle = tdcopier.start_copy([tensor.fill_(1)], device)
             del tensor
-            tdcopier.trim_pinned_memory()
+            tdcopier.pinned.trim()
             tdcopier.start_copy_into(handle.get(), list(lease([size])))
-            tdcopier.trim_pinned_memory()
+            tdcopier.pinned.trim()
     assert handle.get()[0].cpu().eq(1).all()
 
 
@@ -387,7 +387,7 @@ def test_threads_lease_and_drop_at_the_same_time(device):
                 tensor[:1] = tensor[-1:] = number
                 kept.append(tensor)
             if pick.random() < 0.3:
-                tdcopier.trim_pinned_memory()
+                tdcopier.pinned.trim()
             pick.shuffle(kept)
             failures.extend(t for t in kept if t[0] != number or t[-1] != number)
             del kept[2:]
@@ -431,7 +431,7 @@ def test_a_forked_child_reads_leased_memory_and_leaves_it_to_its_parent(device):
             unfinished.clear()
             gc.collect()
             assert used() == (0, 0)
-            assert tdcopier.trim_pinned_memory() == 0
+            assert tdcopier.pinned.trim() == 0
             code = 0
         finally:
             os._exit(code)
@@ -475,7 +475,7 @@ assert all(tensor.is_pinned() for tensor in leased)
 others = lease([20 << 20] * 4)
 assert next(others).numel() == 20 << 20
 del leased, others
-assert tdcopier.pinned_memory().leased_bytes == 0
+assert tdcopier.pinned.usage().leased_bytes == 0
 """
     )
 
@@ -485,9 +485,9 @@ def test_without_an_accelerator_leases_are_refused_and_the_use_is_told():
         """
 import torch, tdcopier
 from tdcopier._pinned_pool import lease
-assert tdcopier.pinned_memory().leased_bytes == 0
-assert tdcopier.trim_pinned_memory() == 0
-for call in (lambda: lease([5]), lambda: tdcopier.reserve_pinned_memory(5)):
+assert tdcopier.pinned.usage().leased_bytes == 0
+assert tdcopier.pinned.trim() == 0
+for call in (lambda: lease([5]), lambda: tdcopier.pinned.reserve(5)):
     try:
         call()
     except RuntimeError as error:

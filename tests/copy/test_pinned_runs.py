@@ -45,11 +45,11 @@ def test_rows_of_a_pinned_tensor_are_one_transfer_of_the_call_itself(device):
 def test_nothing_of_them_goes_through_staging_buffers(sim, device, copy_stream):
     base = pinned_rows()
     expected = list(base.to(device).unbind())
-    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
-    assert tdcopier.staging_bytes(device) <= _C.STAGING_BUFFER_BYTES  # releases the others
+    tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
+    assert tdcopier.limits.staging_bytes(device) <= _C.STAGING_BUFFER_BYTES  # releases the others
     with sim.hold(copy_stream):
         tdcopier.start_copy([torch.ones(2)], device)  # occupies the only one
-        tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+        tdcopier.limits.set_staging_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
         sim.reset_counts()
         with sim.fail_pinned_allocation(1) as fault:
             handle = tdcopier.start_copy(list(base.unbind()), device, use_background_thread=False)
@@ -138,7 +138,7 @@ STAGED = [
 @pytest.mark.parametrize("leaves", STAGED)
 def test_what_is_no_such_row_of_leaves_is_staged(device, leaves):
     source = leaves(pinned_rows())
-    with tdcopier.time_steps():
+    with tdcopier.stats.time_steps():
         handle = tdcopier.start_copy(source, device)
         moved = handle.get()
     assert_same(moved, [torch.as_tensor(leaf).to(device) for leaf in source])

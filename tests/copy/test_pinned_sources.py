@@ -39,7 +39,7 @@ def test_what_is_small_has_gaps_or_is_not_pinned_is_staged_beside_it(device):
 @pytest.mark.sim
 def test_nothing_of_it_goes_through_staging_buffers(sim, device):
     source = pinned(1.0)
-    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
     with sim.fail_pinned_allocation(1):  # none is requested
         handle = tdcopier.start_copy(source, device)
         assert handle.get().sum().item() == LARGE
@@ -90,7 +90,7 @@ def test_a_copy_that_fails_keeps_what_the_device_reads(sim, device):
 def test_the_backends_to_returns_when_it_may_be_overwritten(device):
     tensordict = pytest.importorskip("tensordict")
     source = tensordict.TensorDict({"a": pinned(1.0)}, [])
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         moved = source.to(device)
     source["a"].fill_(2)
     assert moved["a"].eq(1).all()

@@ -103,7 +103,7 @@ def test_what_a_containers_code_raises_is_raised_once_and_nothing_is_counted(dev
             raise LookupError("three")
         return [value.leaf], None
 
-    tdcopier.register_container(Fussy, flatten, lambda children, _: Fussy(*children))
+    tdcopier.containers.register(Fussy, flatten, lambda children, _: Fussy(*children))
     plan = tdcopier.prepare([torch.ones(1), Fussy(torch.ones(2))], device)
     calls.clear()
     with pytest.raises(LookupError, match="three"):
@@ -140,7 +140,7 @@ def test_a_batch_that_changes_while_it_is_walked_is_copied_as_start_copy_would(
         box.meddle()
         return flatten_box(box)
 
-    tdcopier.register_container(Meddler, flatten, unflatten_box)
+    tdcopier.containers.register(Meddler, flatten, unflatten_box)
     plan = tdcopier.prepare([torch.ones(3), torch.ones(4), torch.ones(2)], device)
     got = plan.start_copy(batch()).get()["others"]
     expected = tdcopier.start_copy(batch(), device).get()["others"]

@@ -49,7 +49,7 @@ def test_the_windows_after_eight_that_the_device_has_not_read(sim):
 
 def test_the_windows_after_two_while_more_than_64_mib_are_left(sim):
     source = bytes_of(80 << 20)
-    tdcopier.set_staging_limit_bytes(96 << 20)
+    tdcopier.limits.set_staging_bytes(96 << 20)
     before = _C.testing.shared_cache_copies()
     with sim.hold(_C.copy_stream("sim")):
         handle = begun(source)
@@ -60,7 +60,7 @@ def test_the_windows_after_two_while_more_than_64_mib_are_left(sim):
 
 def test_none_while_the_device_keeps_up(sim):
     source = bytes_of(MANY_WINDOWS)
-    tdcopier.set_staging_limit_bytes(4 * _C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(4 * _C.STAGING_BUFFER_BYTES)
     before = _C.testing.shared_cache_copies()
     assert torch.equal(begun(source).get().cpu(), source)
     assert _C.testing.shared_cache_copies() == before

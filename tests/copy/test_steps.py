@@ -16,7 +16,7 @@ STEPS = ["flatten", "plan", "stage", "enqueue", "outputs", "unflatten", "wait"]
 
 def test_they_are_none_unless_they_are_asked_for(device):
     assert tdcopier.start_copy([torch.ones(3)], device).stats.steps is None
-    with tdcopier.time_steps():
+    with tdcopier.stats.time_steps():
         timed = tdcopier.start_copy([torch.ones(3)], device)
     after = tdcopier.start_copy([torch.ones(3)], device)
     assert timed.stats.steps is not None
@@ -24,7 +24,7 @@ def test_they_are_none_unless_they_are_asked_for(device):
 
 
 def test_the_switch_holds_until_all_have_left():
-    first, second = tdcopier.time_steps(), tdcopier.time_steps()
+    first, second = tdcopier.stats.time_steps(), tdcopier.stats.time_steps()
     assert not _C.are_steps_timed()
     first.__enter__()
     second.__enter__()
@@ -37,7 +37,7 @@ def test_the_switch_holds_until_all_have_left():
 @pytest.mark.parametrize("direction", ["H2D", "D2H"])
 def test_every_step_of_a_copy_takes_some_time_and_no_more_than_all(device, direction):
     source = [torch.ones(20).to("cpu" if direction == "H2D" else device) for _ in range(200)]
-    with tdcopier.time_steps():
+    with tdcopier.stats.time_steps():
         begin = time.perf_counter()
         handle = tdcopier.start_copy(source, device if direction == "H2D" else "cpu")
         handle.get()
@@ -52,7 +52,7 @@ def test_every_step_of_a_copy_takes_some_time_and_no_more_than_all(device, direc
 
 def test_copy_into_takes_them_too(device):
     source, destination = [torch.ones(20)] * 50, list(torch.zeros(50, 20, device=device))
-    with tdcopier.time_steps():
+    with tdcopier.stats.time_steps():
         handle = tdcopier.start_copy_into(source, destination)
         handle.get()
     steps = handle.stats.steps
@@ -61,7 +61,7 @@ def test_copy_into_takes_them_too(device):
 
 
 def test_the_wait_is_the_hosts_alone(stall, device, copy_stream):
-    with tdcopier.time_steps():
+    with tdcopier.stats.time_steps():
         with stall(copy_stream):
             handle = tdcopier.start_copy([torch.ones(3)], device)
             before = handle.stats.steps

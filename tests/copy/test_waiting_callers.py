@@ -23,7 +23,7 @@ ELEMENTS = 1 << 20
 @pytest.fixture
 def busy_workers(sim: Any) -> Iterator[Any]:
     """Keeps every worker waiting for the first device's one staging buffer until the hold ends."""
-    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
     torch.sim.synchronize(0)
     hold = sim.hold(_C.copy_stream("sim:0"))
     large = torch.ones(2 * ELEMENTS)
@@ -80,7 +80,7 @@ def test_a_caller_under_a_mode_leaves_the_copy_to_the_workers(busy_workers, sour
 
 def test_workers_make_the_outputs_of_a_caller_who_does_other_things(sim):
     leaves = [torch.full((40_000,), float(value)) for value in range(60)]  # 9.6 MB
-    with tdcopier.time_steps():
+    with tdcopier.stats.time_steps():
         handle = tdcopier.start_copy({"leaves": leaves}, "sim:0")
         assert becomes(lambda: handle.stats.steps.outputs_us > 0)  # before any call for them
     moved = handle.get()
@@ -97,7 +97,7 @@ def test_a_caller_who_comes_early_takes_what_there_is_and_makes_the_rest(sim):
 @pytest.mark.parametrize("inference", [True, False])
 def test_what_a_worker_makes_is_of_the_mode_of_the_call(sim, inference):
     leaves = [torch.ones(400_000) for _ in range(3)]
-    with torch.inference_mode(inference), tdcopier.time_steps():
+    with torch.inference_mode(inference), tdcopier.stats.time_steps():
         handle = tdcopier.start_copy(leaves, "sim:0")
         assert becomes(lambda: handle.stats.steps.outputs_us > 0)
     assert [leaf.is_inference() for leaf in handle.get()] == [inference] * 3
@@ -125,7 +125,7 @@ def test_reads_that_are_enqueued_are_not_waited_for_by_helping_to_deliver(sim):
 
 def test_a_caller_builds_the_tree_while_workers_wait_to_stage(sim, busy_workers, source):
     got: list[Any] = []
-    with tdcopier.time_steps():
+    with tdcopier.stats.time_steps():
         handle = tdcopier.start_copy([source], "sim:0")  # there is no buffer for it
         caller = threading.Thread(target=lambda: got.append(handle.get()))
         caller.start()

@@ -34,7 +34,7 @@ def assert_filled(destination: Any, source: Any) -> None:
         assert same_bytes(leaf, other)
 
 
-def total(stats: tdcopier.CopyStats) -> int:
+def total(stats: tdcopier.stats.CopyStats) -> int:
     return sum(stats[:4])
 
 
@@ -343,7 +343,7 @@ def test_without_gradients_a_parameter_is_filled(device):
 
 def test_data_of_many_buffers_goes_through_one(device):
     """Windows wait for the only staging buffer, in both directions."""
-    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
     source = torch.randn(5_000_000)
     there = torch.zeros(5_000_000, device=device)
     back = torch.zeros(5_000_000)
@@ -378,7 +378,7 @@ def test_versions_move_of_tensors_that_only_the_walk_has(registry):
             return super().__torch_function__(func, types, args, kwargs or {})
 
     alive: list[bool] = []
-    tdcopier.register_container(Shown, flatten, lambda children, _: Shown(children[0]))
+    tdcopier.containers.register(Shown, flatten, lambda children, _: Shown(children[0]))
     destination = [Shown(torch.zeros(4)), torch.zeros(3).as_subclass(Calls)]
     tdcopier.start_copy_into([Shown(torch.ones(4)), torch.ones(3)], destination).get()
     assert alive == [True]

@@ -121,7 +121,7 @@ def test_a_modified_source_is_named_in_check_mode(device, stall, copy_stream):
 
 
 def test_the_ring_is_not_exceeded_by_what_comes_back(device):
-    tdcopier.set_staging_limit_bytes(2 * _C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(2 * _C.STAGING_BUFFER_BYTES)
     sources = [torch.ones(n, device=device) for n in (10, 3_000_000, 4_000_000)]
     tdcopier.start_copy_into(sources, [torch.zeros(leaf.numel()) for leaf in sources]).get()
     assert _C.staging_bytes(device) <= 2 * _C.STAGING_BUFFER_BYTES
@@ -131,7 +131,7 @@ def test_the_ring_is_not_exceeded_by_what_comes_back(device):
 def test_the_host_is_held_above_half_of_the_staging_limit(
     sim, device, accelerator, buffers, is_held
 ):
-    tdcopier.set_staging_limit_bytes(4 * _C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(4 * _C.STAGING_BUFFER_BYTES)
     source = torch.ones(buffers * _C.STAGING_BUFFER_BYTES // 4)
     destination = torch.zeros_like(source, device=device)
     is_staged = threading.Event()

@@ -26,7 +26,7 @@ from thread_support import at_once
 import tdcopier
 
 
-def fill(source: Any, destination: Any) -> tdcopier.CopyStats:
+def fill(source: Any, destination: Any) -> tdcopier.stats.CopyStats:
     handle = tdcopier.start_copy_into(source, destination, copy_opaque=True)
     assert handle.get() is destination
     return handle.stats

@@ -16,7 +16,7 @@ from tensordict import NonTensorStack, TensorDict
 import tdcopier
 
 
-def fill(source: Any, destination: Any) -> tdcopier.CopyStats:
+def fill(source: Any, destination: Any) -> tdcopier.stats.CopyStats:
     handle = tdcopier.start_copy_into(source, destination, copy_opaque=True)
     assert handle.get() is destination
     return handle.stats
@@ -105,7 +105,7 @@ def test_a_container_in_one_of_a_registered_class_must_last(registry, lasts):
     def flatten(holder: Holder) -> tuple[list[Any], None]:
         return [torch.zeros(2), holder.kept if lasts else dict(holder.kept)], None
 
-    tdcopier.register_container(Holder, flatten, lambda children, _: Holder(0))
+    tdcopier.containers.register(Holder, flatten, lambda children, _: Holder(0))
     destination = {"n": 1, "in": Holder(1)}
     if lasts:
         fill({"n": 2, "in": Holder(2)}, destination)

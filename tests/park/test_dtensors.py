@@ -54,7 +54,7 @@ def test_a_snapshot_of_a_dtensor_is_a_dtensor_on_the_host_that_is_saved_as_its_s
     assert type(got) is DTensor
     assert got._local_tensor.device.type == "cpu"
     assert torch.equal(got.to_local(), values)
-    stager = tdcopier.SnapshotStager()
+    stager = tdcopier.checkpoint.SnapshotStager()
     with tempfile.TemporaryDirectory() as folder:
         saved = dcp.async_save({"d": tensor}, checkpoint_id=folder, async_stager=stager)
         getattr(saved, "upload_completion", saved).result()

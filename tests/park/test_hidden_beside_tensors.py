@@ -31,11 +31,13 @@ def test_each_value_of_the_option_does_as_it_says_beside_tensors(device, call, n
             getattr(handle, "resume", handle.wait if call is tdcopier.park else handle.get)()
         with pytest.raises(TypeError) as refused:
             call(state, on_unknown="raise")
-        with pytest.raises(tdcopier.UnknownTypeWarning):  # an error of the filter changes nothing
+        with pytest.raises(
+            tdcopier.containers.UnknownTypeWarning
+        ):  # an error of the filter changes nothing
             call(state, on_unknown="warn")
     assert is_resident(state["ok"])
     said.check(str(refused.value))
-    with pytest.warns(tdcopier.UnknownTypeWarning) as caught:
+    with pytest.warns(tdcopier.containers.UnknownTypeWarning) as caught:
         handle = call(state, on_unknown="warn")
     said.check(str(caught[0].message))
     if isinstance(handle, tdcopier.Parked):
@@ -91,7 +93,7 @@ def test_tensors_that_are_left_for_sure_are_refused_unless_the_option_lets_them(
                 call([ones, make(device)], on_unknown=option)
         return
     handle = call([ones, make(device)], on_unknown="ignore")
-    with pytest.warns(tdcopier.UnknownTypeWarning, match=r"^state\[1\] is "):
+    with pytest.warns(tdcopier.containers.UnknownTypeWarning, match=r"^state\[1\] is "):
         also = call([torch.ones(LARGE, device=device), make(device)], on_unknown="warn")
     for each in (handle, also):
         if isinstance(each, tdcopier.Parked):

@@ -62,7 +62,7 @@ def test_it_is_warned_of_once_on_request(call, hidden):
             handle = call(state, on_unknown="warn")
             assert "0 bytes" in repr(handle)
     (warning,) = caught
-    assert warning.category is tdcopier.UnknownTypeWarning
+    assert warning.category is tdcopier.containers.UnknownTypeWarning
     assert warning.filename == __file__
     said.check(str(warning.message))
 
@@ -160,17 +160,17 @@ def test_a_block_and_a_stager_take_the_option(device):
     ):
         pass
     with (
-        pytest.warns(tdcopier.UnknownTypeWarning, match=r"^state\['x'\]") as caught,
+        pytest.warns(tdcopier.containers.UnknownTypeWarning, match=r"^state\['x'\]") as caught,
         tdcopier.parked(state, on_unknown="warn"),
     ):
         pass
     assert caught[0].filename == __file__
     with (
-        tdcopier.SnapshotStager(on_unknown="raise") as stager,
+        tdcopier.checkpoint.SnapshotStager(on_unknown="raise") as stager,
         pytest.raises(TypeError, match=r"^state\['x'\] is a "),
     ):
         stager.stage(state)
-    with tdcopier.SnapshotStager(on_unknown="ignore") as stager:
+    with tdcopier.checkpoint.SnapshotStager(on_unknown="ignore") as stager:
         assert "x" in stager.stage({"x": Trainer(device)}).result()
 
 
@@ -181,7 +181,7 @@ def test_a_block_and_a_stager_take_the_option(device):
         tdcopier.park,
         tdcopier.snapshot,
         lambda state, on_unknown: tdcopier.parked(state, on_unknown=on_unknown).__enter__(),
-        lambda state, on_unknown: tdcopier.SnapshotStager(on_unknown=on_unknown),
+        lambda state, on_unknown: tdcopier.checkpoint.SnapshotStager(on_unknown=on_unknown),
     ],
 )
 def test_another_value_of_the_option_is_refused(device, call, value, error):

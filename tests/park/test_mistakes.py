@@ -90,12 +90,12 @@ def test_the_text_of_a_snapshot_on_its_way_says_so(sim):
 
 def test_the_text_of_a_stager_says_what_it_does(device):
     model, optimizer = trained(device)
-    with tdcopier.SnapshotStager(optimizer=optimizer) as stager:
-        assert repr(stager) == "<tdcopier.SnapshotStager: idle, waits in step of AdamW>"
+    with tdcopier.checkpoint.SnapshotStager(optimizer=optimizer) as stager:
+        assert repr(stager) == "<tdcopier.checkpoint.SnapshotStager: idle, waits in step of AdamW>"
         stager.stage({"model": model}).result()
-    assert repr(stager) == "<tdcopier.SnapshotStager: closed, waits in step of AdamW>"
-    with tdcopier.SnapshotStager() as stager:
-        assert repr(stager) == "<tdcopier.SnapshotStager: idle>"
+    assert repr(stager) == "<tdcopier.checkpoint.SnapshotStager: closed, waits in step of AdamW>"
+    with tdcopier.checkpoint.SnapshotStager() as stager:
+        assert repr(stager) == "<tdcopier.checkpoint.SnapshotStager: idle>"
 
 
 # ---- sizes and options ---------------------------------------------------------------------------
@@ -105,10 +105,10 @@ def test_the_text_of_a_stager_says_what_it_does(device):
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (tdcopier.reserve_pinned_memory, "n_bytes"),
-        (tdcopier.set_pinned_limit_bytes, "limit_bytes"),
-        (tdcopier.set_staging_limit_bytes, "limit_bytes"),
-        (tdcopier.set_run_ahead_limit, "batches"),
+        (tdcopier.pinned.reserve, "n_bytes"),
+        (tdcopier.limits.set_pinned_bytes, "limit_bytes"),
+        (tdcopier.limits.set_staging_bytes, "limit_bytes"),
+        (tdcopier.limits.set_run_ahead, "batches"),
         (lambda size: lease([3, size]), "each of sizes_bytes"),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_number_that_is_none_is_refused_with_what_was_found(device, call, name
 
 
 def test_integers_of_other_classes_are_accepted(device):
-    assert tdcopier.reserve_pinned_memory(np.int64(0)) == 0
+    assert tdcopier.pinned.reserve(np.int64(0)) == 0
     assert [each.numel() for each in lease([np.int64(3), torch.tensor(4)])] == [3, 4]
 
 

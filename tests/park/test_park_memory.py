@@ -134,11 +134,11 @@ def test_large_storages_are_transferred_from_and_to_where_they_are(sim):
     parked = tdcopier.park(state)
     assert sim.counts().d2h == (5, 5 * 4 * LARGE)
     assert sim.counts().within == (0, 0)
-    staging = tdcopier.staging_bytes("sim")
+    staging = tdcopier.limits.staging_bytes("sim")
     parked.resume()
     assert sim.counts().h2d == (5, 5 * 4 * LARGE)
     assert sim.counts().within == (0, 0)
-    assert tdcopier.staging_bytes("sim") == staging
+    assert tdcopier.limits.staging_bytes("sim") == staging
 
 
 @pytest.mark.sim
@@ -213,15 +213,15 @@ def test_transfers_begin_while_later_memory_is_leased(sim, monkeypatch):
 
 
 def test_without_memory_to_pin_everything_stays_resident(device):
-    tdcopier.trim_pinned_memory()  # of what other tests have returned
-    use = tdcopier.pinned_memory()
+    tdcopier.pinned.trim()  # of what other tests have returned
+    use = tdcopier.pinned.usage()
     state = [torch.full((n,), 3.0, device=device) for n in (10, LARGE, 30_000_000)]
-    tdcopier.set_pinned_limit_bytes(use.leased_bytes + use.free_bytes + 2**24)
+    tdcopier.limits.set_pinned_bytes(use.leased_bytes + use.free_bytes + 2**24)
     try:
         with pytest.raises(MemoryError, match="limit"):
             tdcopier.park(state)
     finally:
-        tdcopier.set_pinned_limit_bytes(use.limit_bytes)
+        tdcopier.limits.set_pinned_bytes(use.limit_bytes)
     assert all(t.eq(3).all() for t in state)
     with tdcopier.parked(state):
         pass

@@ -107,7 +107,7 @@ def test_quick_work_shows_nothing(device, terminal, monkeypatch):
     with tdcopier.parked(large_tensors(device)):
         pass
     tdcopier.snapshot(large_tensors(device)).get()
-    tdcopier.reserve_pinned_memory(20 * MIB)
+    tdcopier.pinned.reserve(20 * MIB)
     assert terminal.getvalue() == ""
 
 
@@ -215,18 +215,18 @@ def test_a_reservation_shows_the_pages_that_are_made(device, terminal, monkeypat
         return n_bytes
 
     monkeypatch.setattr(_C, "reserve_pinned", reserve)
-    assert tdcopier.reserve_pinned_memory(10_000 * MIB) == 10_010 * MIB
+    assert tdcopier.pinned.reserve(10_000 * MIB) == 10_010 * MIB
     lines = terminal.getvalue().splitlines()
     assert re.fullmatch(r"tdcopier: making pages of pinned memory: \d+ of 10,496 MB", lines[0])
     assert "tdc-progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_memory_of_the_process_grows_by_what_is_reserved(device):
-    tdcopier.trim_pinned_memory()
+    tdcopier.pinned.trim()
     before = _pinned_pool._resident_bytes()
-    tdcopier.reserve_pinned_memory(64 * MIB)
+    tdcopier.pinned.reserve(64 * MIB)
     assert _pinned_pool._resident_bytes() - before > 48 * MIB
-    tdcopier.trim_pinned_memory()
+    tdcopier.pinned.trim()
 
 
 @pytest.mark.usefixtures("no_tqdm")

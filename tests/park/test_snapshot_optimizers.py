@@ -190,7 +190,7 @@ def test_a_step_waits_for_the_snapshot(device, stall, reading_stream, kind, give
     wrapped.step()  # compiles, if it is to be compiled
     with torch.no_grad():
         parameter.fill_(3)
-    stager = tdcopier.SnapshotStager(optimizer=wrapped)
+    stager = tdcopier.checkpoint.SnapshotStager(optimizer=wrapped)
     with stall(reading_stream):
         if given == "in the state":
             taken = tdcopier.snapshot({"x": parameter, "o": wrapped})

@@ -122,7 +122,7 @@ def test_an_optimizer_that_is_none_is_refused(device, given, device_copy):
     with pytest.raises(TypeError, match=f"must be an optimizer or None; got an? {name}: "):
         tdcopier.snapshot(torch.ones(3, device=device), optimizer=given, device_copy=device_copy)
     with pytest.raises(TypeError, match="must be an optimizer or None"):
-        tdcopier.SnapshotStager(optimizer=given)
+        tdcopier.checkpoint.SnapshotStager(optimizer=given)
 
 
 def test_buffers_that_are_wrappers_may_change_at_once(device, stall, reading_stream):
@@ -150,7 +150,7 @@ def test_dropped_snapshots_leave_no_memory_to_the_garbage_collector(device, devi
         for _ in range(3):
             tdcopier.snapshot(state, device_copy=device_copy).get()
         _C.testing.settle()
-        assert tdcopier.pinned_memory().leased_bytes == 0
+        assert tdcopier.pinned.usage().leased_bytes == 0
     finally:
         gc.enable()
 

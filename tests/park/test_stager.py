@@ -27,7 +27,7 @@ def test_async_save_writes_the_state_of_the_call(
 ):
     model, optimizer = trained(device)
     sevens = torch.full_like(model.large, 7)
-    stager = tdcopier.SnapshotStager(optimizer=optimizer if with_optimizer else None)
+    stager = tdcopier.checkpoint.SnapshotStager(optimizer=optimizer if with_optimizer else None)
     assert isinstance(stager, AsyncStager)
     for number in range(3):
         state = {"model": model.state_dict(), "step": number}
@@ -58,7 +58,7 @@ def test_an_update_by_hand_waits_after_before_update(device, stall, reading_stre
     model, optimizer = trained(device)
     expected = model.large.detach().cpu().clone()
     sevens = torch.full_like(model.large, 7)
-    stager = tdcopier.SnapshotStager(optimizer=optimizer)
+    stager = tdcopier.checkpoint.SnapshotStager(optimizer=optimizer)
     stager.before_update()  # there is no state yet
     with stall(reading_stream):
         staged = stager.stage(model.state_dict())
@@ -72,7 +72,7 @@ def test_an_update_by_hand_waits_after_before_update(device, stall, reading_stre
 def test_modules_and_optimizers_can_be_given_to_async_save(device, tmp_path):
     model, optimizer = trained(device)
     expected = model.large.detach().cpu().clone()
-    stager = tdcopier.SnapshotStager(optimizer=optimizer)
+    stager = tdcopier.checkpoint.SnapshotStager(optimizer=optimizer)
     saved = dcp.async_save(
         {"model": model, "optimizer": optimizer},
         checkpoint_id=tmp_path,
@@ -88,7 +88,7 @@ def test_modules_and_optimizers_can_be_given_to_async_save(device, tmp_path):
 
 
 def test_a_state_that_cannot_be_staged_is_refused_in_the_call(device, tmp_path):
-    stager = tdcopier.SnapshotStager()
+    stager = tdcopier.checkpoint.SnapshotStager()
     with pytest.raises(ValueError, match="is of layout"):
         stager.stage({"s": torch.eye(3).to_sparse()})
     stager.synchronize_staging()
@@ -101,10 +101,10 @@ def test_a_stager_keeps_no_result_that_has_arrived(device, with_callers):
     state = {"x": torch.ones(20 << 18, device=device)}
     tdcopier.snapshot(state).get()
     _C.testing.settle()
-    tdcopier.trim_pinned_memory()
-    before = tdcopier.pinned_memory()
-    tdcopier.set_pinned_limit_bytes(before.leased_bytes + before.free_bytes + (30 << 20))
-    stager = tdcopier.SnapshotStager()
+    tdcopier.pinned.trim()
+    before = tdcopier.pinned.usage()
+    tdcopier.limits.set_pinned_bytes(before.leased_bytes + before.free_bytes + (30 << 20))
+    stager = tdcopier.checkpoint.SnapshotStager()
     try:
         for _ in range(3):
             staged = stager.stage(state)
@@ -114,12 +114,12 @@ def test_a_stager_keeps_no_result_that_has_arrived(device, with_callers):
             stager.synchronize_staging()
     finally:
         stager.close()
-        tdcopier.set_pinned_limit_bytes(before.limit_bytes)
+        tdcopier.limits.set_pinned_bytes(before.limit_bytes)
 
 
 @pytest.mark.sim
 def test_the_error_of_the_last_snapshot_is_raised_by_synchronize_staging(sim):
-    stager = tdcopier.SnapshotStager()
+    stager = tdcopier.checkpoint.SnapshotStager()
     with sim.fail_transfer(direction="d2h", when="execution"):
         with sim.hold(_C.copy_stream("sim:0", "from_device")):
             stager.stage({"x": torch.ones(1 << 20, device="sim")})
@@ -130,7 +130,7 @@ def test_the_error_of_the_last_snapshot_is_raised_by_synchronize_staging(sim):
 
 
 def test_a_stager_is_closed_by_its_context(device):
-    with tdcopier.SnapshotStager() as stager:
+    with tdcopier.checkpoint.SnapshotStager() as stager:
         staged = stager.stage({"x": torch.ones(3, device=device)})
     assert staged.result()["x"].eq(1).all()
     with pytest.raises(RuntimeError, match="the stager is closed"):
@@ -139,7 +139,7 @@ def test_a_stager_is_closed_by_its_context(device):
 
 
 def test_a_callback_of_a_staged_result_may_stage_the_next_state(device):
-    with tdcopier.SnapshotStager() as stager:
+    with tdcopier.checkpoint.SnapshotStager() as stager:
         chained, done = [], threading.Event()
 
         def again(_: Any) -> None:

@@ -81,7 +81,7 @@ def no_handler_of_torch() -> Iterator[None]:
 
 def test_after_a_worker_was_killed_nothing_is_left(device, no_handler_of_torch):
     loader = DataLoader(Numbers(), 2, num_workers=2, multiprocessing_context="fork")
-    before, kept = tdcopier.pinned_memory().slab_bytes, []
+    before, kept = tdcopier.pinned.usage().slab_bytes, []
     with tdcopier.prefetch(loader, device) as batches:
         reading: Any = enumerate(batches)
         for number, batch in reading:
@@ -89,7 +89,7 @@ def test_after_a_worker_was_killed_nothing_is_left(device, no_handler_of_torch):
             kept.append(batch)
             if number == 3:
                 break
-        assert tdcopier.pinned_memory().slab_bytes > before
+        assert tdcopier.pinned.usage().slab_bytes > before
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader has set its handler
         os.kill(active_children()[0].pid, signal.SIGKILL)
         assert "worker" in error_of(reading, kept)
@@ -100,6 +100,6 @@ def test_after_a_worker_was_killed_nothing_is_left(device, no_handler_of_torch):
         gc.collect()  # the error has left a cycle with the loader's iterator
         tdcopier._C.reclaim()  # of batches that were on their way
         _slabs.drop_ended()
-        return tdcopier.pinned_memory().slab_bytes == before and not _slabs._mapped
+        return tdcopier.pinned.usage().slab_bytes == before and not _slabs._mapped
 
     assert becomes(is_nothing_left)

@@ -47,7 +47,7 @@ def test_the_pin_thread_of_a_loader_pins_slabs_in_place(device):
         assert isinstance(parcel, tdcopier.Parcel)
         assert parcel.is_pinned()
         assert tdcopier._C.Slab.of(parcel) is not None
-        most = max(most, tdcopier.pinned_memory().slab_bytes)
+        most = max(most, tdcopier.pinned.usage().slab_bytes)
         found.append(parcel.to(device, non_blocking=True))
     assert most > 0
     assert_are_the_batches(found, device)

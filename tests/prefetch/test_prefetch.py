@@ -240,7 +240,7 @@ def test_stats_of_a_source_that_the_loop_reads_count_no_idle_time(device):
 def test_stats_go_on_through_all_passes(prefetch):
     prefetcher = prefetch([batch(i) for i in range(4)])
     why = "the source is no DataLoader of torch, but a list"
-    assert prefetcher.stats == tdcopier.PrefetchStats(0, 0, 0, 0, 0, 0, 0, 0, why)
+    assert prefetcher.stats == tdcopier.stats.PrefetchStats(0, 0, 0, 0, 0, 0, 0, 0, why)
     values_of(prefetcher)
     values_of(prefetcher)
     assert prefetcher.stats.batches == 8

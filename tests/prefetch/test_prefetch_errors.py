@@ -106,7 +106,7 @@ class Rebuilt:
 @pytest.mark.parametrize("where", ["to", "flatten", "unflatten"])
 def test_a_copy_that_raises_stop_iteration_does_not_end_the_pass(prefetch, registry, where):
     lost = {"flatten": lambda _: next(iter(())), "unflatten": lambda *_: next(iter(()))}
-    tdcopier.register_container(
+    tdcopier.containers.register(
         Rebuilt,
         lost["flatten"] if where == "flatten" else lambda _: ([torch.ones(2)], None),
         lost["unflatten"],

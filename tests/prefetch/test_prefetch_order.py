@@ -36,8 +36,8 @@ def test_a_source_may_fill_one_buffer_again_and_again(prefetch, elements):
 @pytest.mark.sim
 def test_the_source_is_not_asked_before_its_last_batch_was_read(sim, device, copy_stream):
     """The second staging buffer of a batch waits for the held stream."""
-    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
-    tdcopier.staging_bytes(device)
+    tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.staging_bytes(device)
     asked = []
 
     def counting() -> Iterator[Any]:
@@ -215,7 +215,7 @@ def test_memory_of_leaves_on_the_device_is_not_reused_while_the_consumer_reads(
 
 def test_a_reader_that_waits_for_the_device_holds_up_nothing_else(device, accelerator, stall):
     """With a limit of 1, a copy begins once the device has reached the batch before."""
-    tdcopier.set_run_ahead_limit(1)
+    tdcopier.limits.set_run_ahead(1)
     batches = [torch.full((3,), float(i)) for i in range(4)]
     late = torch.empty(3, device=device)
     with tdcopier.prefetch(batches, device, depth=1) as prefetcher:

@@ -144,18 +144,18 @@ def test_a_batch_goes_to_the_device_straight_from_the_slab(device):
     parcel = pair.send(batch(4))
     assert pair.opened.pin(device) is None
     assert parcel.is_pinned()
-    before = tdcopier.pinned_memory()
+    before = tdcopier.pinned.usage()
     assert before.slab_bytes >= SIZE
     handle = tdcopier.start_copy(parcel, device)
     assert_is(handle.get(), 4)
     assert handle.stats.transfers == handle.stats.chunks == 2
-    assert tdcopier.pinned_memory().staging_bytes == before.staging_bytes
+    assert tdcopier.pinned.usage().staging_bytes == before.staging_bytes
     del pair, parcel
     gc.collect()
 
     def is_unpinned() -> bool:
         _C.reclaim()
-        return tdcopier.pinned_memory().slab_bytes <= before.slab_bytes - (SIZE + 4096)
+        return tdcopier.pinned.usage().slab_bytes <= before.slab_bytes - (SIZE + 4096)
 
     assert becomes(is_unpinned)
 
@@ -243,17 +243,17 @@ def test_a_batch_for_the_host_keeps_its_slab(pair):
 
 def test_over_the_limit_it_is_not_pinned_and_says_so(pair, device):
     parcel = pair.send(batch(8))
-    tdcopier.set_slab_limit_bytes(SIZE)
+    tdcopier.limits.set_slab_bytes(SIZE)
     try:
-        assert "set_slab_limit_bytes" in pair.opened.pin(device)
+        assert "limits.set_slab_bytes" in pair.opened.pin(device)
         assert not parcel.is_pinned()
         assert_is(tdcopier.copy(parcel, device), 8)
-        tdcopier.set_slab_limit_bytes(2 << 30)
+        tdcopier.limits.set_slab_bytes(2 << 30)
         assert pair.opened.pin(device) is None
     finally:
-        tdcopier.set_slab_limit_bytes(2 << 30)
+        tdcopier.limits.set_slab_bytes(2 << 30)
     with pytest.raises(ValueError, match="negative"):
-        tdcopier.set_slab_limit_bytes(-1)
+        tdcopier.limits.set_slab_bytes(-1)
 
 
 @pytest.mark.sim
@@ -312,7 +312,7 @@ def test_what_a_forked_child_may_see_is_not_written_again(pair):
 
 @pytest.mark.sim
 def test_it_is_kept_for_good_if_the_work_on_its_views_is_unknown(sim, stall, device):
-    pair, before = SlabPair(), tdcopier.pinned_memory().slab_bytes
+    pair, before = SlabPair(), tdcopier.pinned.usage().slab_bytes
     parcel = pair.send(batch(1))
     assert pair.opened.pin(device) is None
     with stall(torch.accelerator.current_stream(device)), sim.fail_event_record(1):
@@ -324,18 +324,18 @@ def test_it_is_kept_for_good_if_the_work_on_its_views_is_unknown(sim, stall, dev
     assert pair.made.retire()
     del pair
     gc.collect()
-    assert tdcopier.pinned_memory().slab_bytes > before  # the device could still read it
+    assert tdcopier.pinned.usage().slab_bytes > before  # the device could still read it
 
 
 @pytest.mark.sim
 def test_slabs_are_unpinned_without_the_gil(sim, device):
     pair = SlabPair()
     assert pair.opened.pin(device) is None
-    slabs, before = [pair.opened], tdcopier.pinned_memory().slab_bytes
+    slabs, before = [pair.opened], tdcopier.pinned.usage().slab_bytes
     del pair
     _C.drop_slabs(slabs)
     assert slabs == []
-    assert tdcopier.pinned_memory().slab_bytes < before
+    assert tdcopier.pinned.usage().slab_bytes < before
 
 
 def test_why_a_batch_is_not_read_in_place_is_said(pair, device):
@@ -346,9 +346,9 @@ def test_why_a_batch_is_not_read_in_place_is_said(pair, device):
     assert "did not pack it" in why(pack(torch.ones(9_000)))
     assert "copied it to pinned memory" in why(pack(torch.ones(9_000)).pin_memory())
     parcel = pair.send(batch(1))
-    tdcopier.set_slab_limit_bytes(SIZE)
+    tdcopier.limits.set_slab_bytes(SIZE)
     assert "exceed their limit" in why(parcel)  # the limit is restored after each test
-    tdcopier.set_slab_limit_bytes(2 << 30)
+    tdcopier.limits.set_slab_bytes(2 << 30)
     assert why(parcel) is None
 
 

@@ -51,18 +51,18 @@ def test_limits_are_those_in_force():
     assert limits == {
         "staging_limit_bytes": _C.DEFAULT_STAGING_LIMIT_BYTES,
         "staging_buffer_bytes": _C.STAGING_BUFFER_BYTES,
-        "pinned_limit_bytes": tdcopier.pinned_memory().limit_bytes,
+        "pinned_limit_bytes": tdcopier.pinned.usage().limit_bytes,
         "slab_limit_bytes": 2 << 30,
         "run_ahead_batches": 4,
         "inline_bytes": _C.MAX_INLINE_BYTES,
         "straight_bytes": _C.MAX_STRAIGHT_BYTES,
     }
-    tdcopier.set_staging_limit_bytes(3 * _C.STAGING_BUFFER_BYTES)
-    tdcopier.set_run_ahead_limit(7)
+    tdcopier.limits.set_staging_bytes(3 * _C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.set_run_ahead(7)
     pinned_limit_bytes = limits["pinned_limit_bytes"]
-    tdcopier.set_pinned_limit_bytes(1 << 30)
+    tdcopier.limits.set_pinned_bytes(1 << 30)
     limits = tdcopier.info()["limits"]
-    tdcopier.set_pinned_limit_bytes(pinned_limit_bytes)
+    tdcopier.limits.set_pinned_bytes(pinned_limit_bytes)
     assert limits["staging_limit_bytes"] == 3 * _C.STAGING_BUFFER_BYTES
     assert limits["run_ahead_batches"] == 7
     assert limits["pinned_limit_bytes"] == 1 << 30
@@ -70,9 +70,9 @@ def test_limits_are_those_in_force():
 
 def test_a_limit_that_is_refused_is_not_in_force():
     with pytest.raises(ValueError, match="at least"):
-        tdcopier.set_staging_limit_bytes(1)
+        tdcopier.limits.set_staging_bytes(1)
     with pytest.raises(ValueError, match="at least"):
-        tdcopier.set_run_ahead_limit(0)
+        tdcopier.limits.set_run_ahead(0)
     limits = tdcopier.info()["limits"]
     assert limits["staging_limit_bytes"] == _C.DEFAULT_STAGING_LIMIT_BYTES
     assert limits["run_ahead_batches"] == 4
@@ -83,7 +83,7 @@ def test_each_device_has_the_staging_that_it_holds_and_its_gather(device, other_
     tdcopier.copy(torch.zeros(3 * _C.STAGING_BUFFER_BYTES, dtype=torch.uint8), device)
     for each in (device, other_device):
         found = of_device(each)
-        assert found["staging_bytes"] == tdcopier.staging_bytes(each)
+        assert found["staging_bytes"] == tdcopier.limits.staging_bytes(each)
         assert found["gather"] == (
             "portable (torch._foreach_copy_); of the kernel: it needs a CUDA device"
         )
@@ -260,13 +260,13 @@ def test_the_switches_of_the_tensordict_backend_are_told():
         )
 
     assert told() == (False, False)
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         assert told() == (False, True)
-    tdcopier.install_tensordict_backend()
+    tdcopier.tensordict.install_backend()
     try:
         assert told() == (True, False)
     finally:
-        tdcopier.remove_tensordict_backend()
+        tdcopier.tensordict.remove_backend()
     assert told() == (False, False)
 
 

@@ -196,8 +196,8 @@ def test_a_reference_to_a_name_that_is_not_there_is_found():
     assert is_documented("tdcopier.Snapshot.get", known)
     assert not is_documented("tdcopier.Snapshot.got", known)
     assert not is_documented("tdcopier.start_copied", known)
-    assert exists("tdcopier.CopyStats.packed_leaves")
-    assert not exists("tdcopier.CopyStats.packet_leaves")
+    assert exists("tdcopier.stats.CopyStats.packed_leaves")
+    assert not exists("tdcopier.stats.CopyStats.packet_leaves")
     assert roles("{func}`with x: <tdcopier.park>` and :meth:`~tdcopier.Parked.wait`") == [
         ("func", "tdcopier.park"),
         ("meth", "tdcopier.Parked.wait"),

@@ -16,6 +16,16 @@ from support import run_python
 import tdcopier
 
 ROOT = Path(tdcopier.__file__).parent
+NAMESPACES = {
+    "checkpoint",
+    "containers",
+    "distributed",
+    "limits",
+    "pinned",
+    "sim",
+    "stats",
+    "tensordict",
+}
 BLOCKING = ["copy", "copy_into", "gather", "scatter"]
 
 
@@ -110,15 +120,26 @@ def test_gather_refuses_unknown_options_under_its_own_name(device):
 # ---- names ---------------------------------------------------------------------------------------
 
 
+def test_a_batch_needs_few_names_and_the_rest_is_in_namespaces():
+    found = {name for name in dir(tdcopier) if not name.startswith("_")}
+    assert found >= NAMESPACES
+    assert len(found - NAMESPACES) <= 30
+
+
 def test_dir_lists_every_public_name_and_each_can_be_reached():
     assert set(tdcopier.__all__) <= set(dir(tdcopier))
     assert not [name for name in dir(tdcopier) if name.startswith("_") and name[1] != "_"]
-    code = """
+    code = f"""
 import sys, tdcopier
-late = [name for name in ("tdcopier.sim", "tdcopier.distributed") if name in sys.modules]
-assert not late, late
-assert {"sim", "distributed"} <= set(dir(tdcopier))
-assert tdcopier.sim.enable and tdcopier.distributed.broadcast
+names = {sorted(NAMESPACES)}
+early = [name for name in names if f"tdcopier.{{name}}" in sys.modules]
+assert not early, early
+assert set(names) <= set(dir(tdcopier))
+for name in names:
+    namespace = getattr(tdcopier, name)
+    assert namespace.__name__ == f"tdcopier.{{name}}"
+    assert all(hasattr(namespace, each) for each in namespace.__all__)
+    assert set(namespace.__all__) <= set(dir(namespace))
 try:
     tdcopier.nothing
 except AttributeError as error:

@@ -100,10 +100,10 @@ def collated(
 
 def others(batch: Batch, model: torch.nn.Module) -> None:
     explained = tdcopier.explain(batch, "cuda")
-    assert_type(explained, tdcopier.Explanation)
+    assert_type(explained, tdcopier.stats.Explanation)
     assert_type([row.bytes for row in explained], list[int])
     assert_type(explained.counts.transfers, int)
-    assert_type(tdcopier.pin_memory_(batch), tdcopier.PinnedMemory)
+    assert_type(tdcopier.pin_memory_(batch), tdcopier.pinned.PinnedMemory)
     with tdcopier.pin_memory_(batch) as pinned:
         assert_type(pinned.bytes, int)
     assert_type(tdcopier.prefetch([batch], "cuda"), tdcopier.Prefetcher[Batch])
@@ -111,11 +111,11 @@ def others(batch: Batch, model: torch.nn.Module) -> None:
     assert_type(tdcopier.park(model, on_unknown="raise"), tdcopier.Parked)
     assert_type(tdcopier.snapshot(model), tdcopier.Snapshot)
     assert_type(tdcopier.snapshot(model, on_unknown="warn"), tdcopier.Snapshot)
-    tdcopier.SnapshotStager(on_unknown="ignore")
-    assert_type(tdcopier.staging_bytes("cuda"), int)
-    assert_type(tdcopier.reserve_pinned_memory(1), int)
-    assert_type(tdcopier.trim_pinned_memory(), int)
-    assert_type(tdcopier.pinned_memory(), tdcopier.PinnedMemoryUse)
+    tdcopier.checkpoint.SnapshotStager(on_unknown="ignore")
+    assert_type(tdcopier.limits.staging_bytes("cuda"), int)
+    assert_type(tdcopier.pinned.reserve(1), int)
+    assert_type(tdcopier.pinned.trim(), int)
+    assert_type(tdcopier.pinned.usage(), tdcopier.pinned.Usage)
     with tdcopier.parked(model, on_unknown=None):
         pass
 
@@ -135,7 +135,7 @@ def mistakes(batch: Batch, array: Array) -> None:
     tdcopier.gather(batch, [1], "cuda", on_unknown="no")  # error
     tdcopier.park(batch, on_unknown="no")  # error
     tdcopier.snapshot(batch, on_unknown="no")  # error
-    tdcopier.SnapshotStager(on_unknown="no")  # error
+    tdcopier.checkpoint.SnapshotStager(on_unknown="no")  # error
     tdcopier.collate()  # error
     wrong: list[int] = tdcopier.collate([batch])  # error
 """

@@ -26,7 +26,7 @@ def make(
     row = CALLS[call]
     if "other" in (row.source, row.target) and accelerator.device_count() < 2:
         pytest.skip("needs two devices")
-    tdcopier.set_run_ahead_limit(1000)
+    tdcopier.limits.set_run_ahead(1000)
 
     def make(value: float = 0, elements: list[int] = FEW, leaves: Leaves | None = None) -> Work:
         work = work_of(call, device, value, elements, leaves)

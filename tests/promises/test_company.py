@@ -91,7 +91,7 @@ def test_no_other_call_waits_for_the_kernels_for_which_this_one_waits(
     if (
         elements is BEYOND_STAGING
     ):  # a copy into a device may keep others waiting for staging memory
-        tdcopier.set_staging_limit_bytes(3 * BUFFER_BYTES)
+        tdcopier.limits.set_staging_bytes(3 * BUFFER_BYTES)
         names = [name for name in names if not CALLS[name].fills or not CALLS[name].is_to_device]
     others = [
         work_of(name, device, 2, LARGE if elements is BEYOND_STAGING else elements)
@@ -234,7 +234,7 @@ def test_in_several_threads_with_failures_and_signals_each_call_gets_its_own(
 def test_callers_wait_for_no_worker_that_is_busy(sim, make):
     """Every worker waits for the only staging buffer of the other device."""
     works = [make(value, LARGE) for value in range(3)]
-    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(BUFFER_BYTES)
     large = torch.ones(1 << 20)
     with sim.hold(_C.copy_stream("sim:1")):
         stuck = [tdcopier.start_copy(large, "sim:1") for _ in range(_C.default_worker_count())]
@@ -273,7 +273,7 @@ def test_a_signal_ends_a_wait_in_which_no_thread_spins_and_the_copy_goes_on(
     sim, make, press, elements
 ):
     """But not while the driver runs a transfer from or to pageable memory."""
-    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(BUFFER_BYTES)
     work = make(3, elements)
     ended = []
     with sim.hold(work.writing):

@@ -266,7 +266,7 @@ def test_what_goes_to_the_host_has_arrived_and_the_gil_is_free_meanwhile(sim, ma
 def test_every_round_is_right_with_streams_of_ones_own_on_every_side(make, accelerator):
     """Data that changes each round on one stream, consumed on another, compared at the end."""
     work = make(0, [300, 40, 5])
-    tdcopier.set_run_ahead_limit(4)
+    tdcopier.limits.set_run_ahead(4)
     writer, reader = (
         accelerator.Stream(device=place) if place != "cpu" else None
         for place in (work.source, work.target)

@@ -107,7 +107,7 @@ def assert_is_told(wait: Callable[[], Any]) -> None:
 @each_call_that_goes_on(lambda call: call.uses_a_device, "held")
 def test_a_forked_child_is_told_that_a_copy_was_not_done_at_the_fork(make, stall, elements):
     """It would wait for a device that only the parent can ask, or for a thread of the parent."""
-    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(BUFFER_BYTES)
     works = [make(1, PACKED), make(2, elements)]
     done = works[0].start()
     done.get()
@@ -166,7 +166,7 @@ from tdcopier import _C
 if {device!r}.startswith("sim"):
     from tdcopier import sim
     sim.enable(devices=2)
-tdcopier.set_run_ahead_limit(1000)
+tdcopier.limits.set_run_ahead(1000)
 names = calls_for({devices})
 """
 

@@ -302,11 +302,11 @@ def test_what_is_given_back_or_garbage_is_no_leak(sim: ModuleType, finds: Finds)
 def staging(sim: ModuleType) -> Iterator[int]:
     """Leaves room for two staging buffers, of which at most one exists; returns their size."""
     size: int = _C.STAGING_BUFFER_BYTES
-    tdcopier.set_staging_limit_bytes(size)
-    tdcopier.staging_bytes("sim:0")  # releases buffers over the limit
-    tdcopier.set_staging_limit_bytes(2 * size)
+    tdcopier.limits.set_staging_bytes(size)
+    tdcopier.limits.staging_bytes("sim:0")  # releases buffers over the limit
+    tdcopier.limits.set_staging_bytes(2 * size)
     yield size
-    tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+    tdcopier.limits.set_staging_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
 
 
 def test_staging_that_is_kept_is_no_leak(sim: ModuleType, finds: Finds, staging: int) -> None:
@@ -319,11 +319,11 @@ def test_staging_that_is_kept_is_no_leak(sim: ModuleType, finds: Finds, staging:
         kept.append(torch.empty(staging, dtype=torch.uint8, pin_memory=True))
 
     def replace() -> None:
-        tdcopier.set_staging_limit_bytes(staging)
-        assert tdcopier.staging_bytes("sim:0") == staging
-        tdcopier.set_staging_limit_bytes(2 * staging)
+        tdcopier.limits.set_staging_bytes(staging)
+        assert tdcopier.limits.staging_bytes("sim:0") == staging
+        tdcopier.limits.set_staging_bytes(2 * staging)
         copy()
-        assert tdcopier.staging_bytes("sim:0") == 2 * staging
+        assert tdcopier.limits.staging_bytes("sim:0") == 2 * staging
 
     finds(lambda: (copy(), leak()), "leak", f"{staging} bytes of pinned memory", leaks=True)
     finds(copy, None, leaks=True)
@@ -333,12 +333,12 @@ def test_staging_that_is_kept_is_no_leak(sim: ModuleType, finds: Finds, staging:
 def test_staging_over_the_limit_when_one_begins_to_look_hides_no_leak(
     sim: ModuleType, finds: Finds, staging: int
 ) -> None:
-    tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+    tdcopier.limits.set_staging_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
     with sim.hold(_C.copy_stream("sim:1")):  # each window needs its own buffer
         handle = tdcopier.start_copy([torch.ones(staging // 16)], "sim:1")  # four of 256 KiB
         handle.wait_staged()
     handle.get()
-    tdcopier.set_staging_limit_bytes(staging)
+    tdcopier.limits.set_staging_bytes(staging)
     kept = []
 
     def leak() -> None:

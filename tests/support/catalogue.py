@@ -88,7 +88,7 @@ class Registered(torch.Tensor):
     pass
 
 
-tdcopier.register_tensor_subclass(Registered)
+tdcopier.containers.register_tensor_subclass(Registered)
 
 
 class Labelled(torch.Tensor):

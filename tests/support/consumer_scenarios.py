@@ -72,7 +72,7 @@ def the_host_is_held_back_when_it_runs_ahead(world: ScenarioWorld) -> None:
     consumer = world.stream(device)
     batches = [world.batch((30,)) for _ in range(3)]
     released: list[bool] = []
-    tdcopier.set_run_ahead_limit(2)
+    tdcopier.limits.set_run_ahead(2)
     try:
         hold = world.sim.hold(consumer)
 
@@ -90,7 +90,7 @@ def the_host_is_held_back_when_it_runs_ahead(world: ScenarioWorld) -> None:
                 world.read_late(handle.wait(), batch)
         thread.join()
     finally:
-        tdcopier.set_run_ahead_limit(4)
+        tdcopier.limits.set_run_ahead(4)
 
 
 def a_reader_prefetches_beside_copies_to_the_host(world: ScenarioWorld) -> None:
@@ -195,7 +195,7 @@ def a_leaf_of_a_host_result_is_sent_by_torch(world: ScenarioWorld) -> None:
 def leased_memory_is_sent_by_torch(world: ScenarioWorld) -> None:
     """Torch's own H2D from the pool: memory is not leased again before it has been read."""
     device = world.devices[0]
-    tdcopier.trim_pinned_memory()
+    tdcopier.pinned.trim()
     sent = []
     with world.on(world.stream(device)):
         for _ in range(3):
@@ -211,7 +211,7 @@ def leased_memory_is_sent_by_torch(world: ScenarioWorld) -> None:
 def leased_memory_is_sent_by_torch_on_another_stream(world: ScenarioWorld) -> None:
     """Torch's own H2D from the pool, and the memory is dropped while another stream is current."""
     device = world.devices[0]
-    tdcopier.trim_pinned_memory()
+    tdcopier.pinned.trim()
     side = world.stream(device)
     sent = []
     for _ in range(3):
@@ -229,7 +229,7 @@ def leased_memory_is_sent_by_torch_on_another_stream(world: ScenarioWorld) -> No
 def a_large_host_result_is_sent_by_torch(world: ScenarioWorld) -> None:
     """D2H into leased memory, which torch's own H2D on another stream keeps from its next copy."""
     device = world.devices[0]
-    tdcopier.trim_pinned_memory()
+    tdcopier.pinned.trim()
     side = world.stream(device)
     sent = []
     _C.testing.set_least_leased_bytes(64)
@@ -252,7 +252,7 @@ def a_large_host_result_is_sent_by_torch(world: ScenarioWorld) -> None:
 def leased_memory_is_filled(world: ScenarioWorld) -> None:
     """D2H into the pool: a job keeps leased memory until it has arrived, also if it is dropped."""
     device = world.devices[0]
-    tdcopier.trim_pinned_memory()
+    tdcopier.pinned.trim()
     with world.on(world.stream(device)):
         for _ in range(2):
             batch = world.batch((40, 70))

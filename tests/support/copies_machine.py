@@ -89,7 +89,7 @@ class Copies(RuleBasedStateMachine):
             stack.enter_context(self.sim.poison())
             stack.enter_context(self.sim.detect(leaks=True))
             stack.enter_context(small_limits(staging_buffers=buffers))
-            stack.callback(tdcopier.set_run_ahead_limit, 4)
+            stack.callback(tdcopier.limits.set_run_ahead, 4)
             self.staging_ceiling = staging_ceiling(buffers)
             staging_bytes()  # releases buffers over the limit now
             schedule = stack.enter_context(self.sim.schedule(seed, timeout_s=TIMEOUT_S))
@@ -259,11 +259,11 @@ class Copies(RuleBasedStateMachine):
 
     @rule(limit=st.integers(1, 4))
     def change_run_ahead_limit(self, limit: int) -> None:
-        tdcopier.set_run_ahead_limit(limit)
+        tdcopier.limits.set_run_ahead(limit)
 
     @rule(buffers=st.integers(1, 6))
     def change_staging_limit(self, buffers: int) -> None:
-        tdcopier.set_staging_limit_bytes(buffers * BUFFER_BYTES)
+        tdcopier.limits.set_staging_bytes(buffers * BUFFER_BYTES)
         # Buffers in use stay in use: a lower limit applies only once they are returned.
         self.staging_ceiling = max(self.staging_ceiling, staging_ceiling(buffers))
 

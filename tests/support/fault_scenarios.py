@@ -251,7 +251,7 @@ def pinning_fails_while_buffers_come_back(world: ScenarioWorld) -> None:
     with small_limits(staging_buffers=1):
         batch = world.batch()
         world.expect(tdcopier.start_copy(batch, device).get(), batch)  # allocates the one buffer
-        tdcopier.set_staging_limit_bytes(2 * _C.STAGING_BUFFER_BYTES)
+        tdcopier.limits.set_staging_bytes(2 * _C.STAGING_BUFFER_BYTES)
         with world.sim.fail_pinned_allocation():
             batches = [world.batch((100, 30)), world.batch((90,))]
             handles = [tdcopier.start_copy(batch, device) for batch in batches]

@@ -136,7 +136,7 @@ UNKNOWN = {
         lambda device: types.SimpleNamespace(rate=1),
         "a types.SimpleNamespace, a class",
         "Give modules, optimizers, state dicts, TensorDicts, or tensors, in any nesting of "
-        "containers, or register its class with tdcopier.register_container.",
+        "containers, or register its class with tdcopier.containers.register.",
     ),
     "set": (lambda device: {1, 2}, "a set, whose values have no order", "Give a list of it."),
     "array": (

@@ -84,7 +84,7 @@ Entry = Callable[[Any, str, dict[str, Any]], Any]
 
 
 def _by_backend(source: Any, target: str, _options: dict[str, Any]) -> Any:
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         return source.to(target)
 
 

@@ -12,24 +12,24 @@ import tdcopier
 from tdcopier import _C
 
 MIB = 1 << 20
-LIMIT = tdcopier.pinned_memory().limit_bytes
+LIMIT = tdcopier.pinned.usage().limit_bytes
 
 
 @pytest.fixture
 def all_comes_back(device: str) -> Iterator[None]:
     used_when_idle()
-    tdcopier.trim_pinned_memory()
+    tdcopier.pinned.trim()
     yield
     gc.collect()
-    tdcopier.set_pinned_limit_bytes(LIMIT)
+    tdcopier.limits.set_pinned_bytes(LIMIT)
     assert used_when_idle()[0] == 0
-    tdcopier.trim_pinned_memory()
+    tdcopier.pinned.trim()
     assert used() == (0, 0)
 
 
 def used() -> tuple[int, int]:
     """Returns the bytes that are leased, and that are free."""
-    now = tdcopier.pinned_memory()
+    now = tdcopier.pinned.usage()
     return now.leased_bytes, now.free_bytes
 
 

@@ -111,7 +111,7 @@ def assert_nothing_is_left() -> None:
         gc.collect()
         _C.reclaim()
         _slabs.drop_ended()
-        left = len(_slabs._mapped), tdcopier.pinned_memory().slab_bytes
+        left = len(_slabs._mapped), tdcopier.pinned.usage().slab_bytes
         if left == (0, 0) or time.monotonic() > end:
             assert left == (0, 0)
             return

@@ -109,13 +109,13 @@ def small_limits(
     """Sets limits that make batches of a few hundred bytes use workers, windows and a full ring."""
     _C.testing.set_max_inline_bytes(inline_bytes)
     _C.testing.set_max_window_bytes(window_bytes)
-    tdcopier.set_staging_limit_bytes(staging_buffers * _C.STAGING_BUFFER_BYTES)
+    tdcopier.limits.set_staging_bytes(staging_buffers * _C.STAGING_BUFFER_BYTES)
     try:
         yield
     finally:
         _C.testing.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
         _C.testing.set_max_window_bytes(2**63)
-        tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+        tdcopier.limits.set_staging_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
 
 
 @contextlib.contextmanager

@@ -203,7 +203,7 @@ def there_and_back(world: ScenarioWorld) -> None:
 def the_host_runs_ahead(world: ScenarioWorld) -> None:
     """H2D: more batches than the run-ahead limit."""
     device = world.devices[0]
-    tdcopier.set_run_ahead_limit(2)
+    tdcopier.limits.set_run_ahead(2)
     try:
         consumer = world.stream(device)
         for _ in range(4):
@@ -212,7 +212,7 @@ def the_host_runs_ahead(world: ScenarioWorld) -> None:
             with world.on(consumer):
                 world.read_late(handle.wait(), batch)
     finally:
-        tdcopier.set_run_ahead_limit(4)
+        tdcopier.limits.set_run_ahead(4)
 
 
 def threads_copy_at_once(world: ScenarioWorld) -> None:

@@ -39,7 +39,7 @@ def test_to_gives_the_same_under_the_switch(device, name, direction):
         td = kind.make(target if kind.on_target else source)
         expected = moved_by_itself(td, target)
         before = state_of(td)
-        with tdcopier.tensordict_backend() as use:
+        with tdcopier.tensordict.backend() as use:
             got = moved_by_itself(td, target)
         assert_same_tensordict(got, expected)
         assert state_of(td) == before
@@ -118,7 +118,7 @@ def test_arguments_do_what_they_did_and_others_than_a_device_are_left_to_tensord
         return [result, result is td, td]
 
     expected = outcome(moved)
-    with tdcopier.tensordict_backend() as use:
+    with tdcopier.tensordict.backend() as use:
         got = outcome(moved)
     if isinstance(expected, tuple):
         assert got == expected
@@ -136,7 +136,7 @@ def _without_text(td: TensorDict) -> TensorDict:
 
 def test_a_device_without_index_is_the_current_one(device, accelerator):
     """As with tensordict on CUDA; elsewhere tensordict sets the device without its index."""
-    with tdcopier.tensordict_backend() as use:
+    with tdcopier.tensordict.backend() as use:
         moved = flat("cpu").to(device.split(":")[0])
     assert moved.device == moved["a"].device == torch.device(device)
     assert moved.to(device) is moved
@@ -146,7 +146,7 @@ def test_a_device_without_index_is_the_current_one(device, accelerator):
 def test_the_methods_that_name_a_device_go_through_the_engine_too(device):
     td = flat(device)
     expected = td.cpu()
-    with tdcopier.tensordict_backend() as use:
+    with tdcopier.tensordict.backend() as use:
         got = td.cpu()
     assert_same_tensordict(got, expected)
     assert (use.by_engine, use.by_tensordict) == (1, 0)
@@ -157,7 +157,7 @@ def test_cuda_goes_through_the_engine_too(device):
     td = flat("cpu")
     for arguments in ((), (0,)):  # before 0.15, it takes no names
         expected = td.cuda(*arguments)
-        with tdcopier.tensordict_backend() as use:
+        with tdcopier.tensordict.backend() as use:
             got = td.cuda(*arguments)
         assert_same_tensordict(got, expected)
         assert use.by_engine == 1
@@ -217,7 +217,7 @@ def test_a_constructor_with_a_device_makes_the_same_and_leaves_its_source_alone(
 
     before = [shape_of(each) for each in (*args, kwargs)]
     expected = outcome(lambda: cls(*args, **kwargs))
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         got = outcome(lambda: cls(*args, **kwargs))
     torch.get_device_module(device).synchronize()
     assert [shape_of(each) for each in (*args, kwargs)] == before
@@ -239,9 +239,9 @@ def test_a_constructor_with_a_device_makes_the_same_and_leaves_its_source_alone(
 
 
 def test_switches_nest_and_each_counts_its_own_block(device):
-    with tdcopier.tensordict_backend() as outer:
+    with tdcopier.tensordict.backend() as outer:
         flat("cpu").to(device)
-        with tdcopier.tensordict_backend() as inner:
+        with tdcopier.tensordict.backend() as inner:
             flat("cpu").to(device)
         flat("cpu").to(device, torch.float64)
     before = (outer.by_engine, inner.by_engine, inner.by_tensordict)
@@ -255,7 +255,7 @@ def test_an_error_in_the_block_switches_off_too(device):
     own = methods()
 
     def fail() -> None:
-        with tdcopier.tensordict_backend():
+        with tdcopier.tensordict.backend():
             flat("cpu").to(device)
             raise KeyError
 
@@ -266,35 +266,35 @@ def test_an_error_in_the_block_switches_off_too(device):
 
 def test_an_installation_holds_until_it_is_removed_as_often(device):
     own = methods()
-    first = tdcopier.install_tensordict_backend()
+    first = tdcopier.tensordict.install_backend()
     try:
-        second = tdcopier.install_tensordict_backend()
+        second = tdcopier.tensordict.install_backend()
         assert second is first
-        with tdcopier.tensordict_backend() as block:
+        with tdcopier.tensordict.backend() as block:
             flat("cpu").to(device)
-        tdcopier.remove_tensordict_backend()
+        tdcopier.tensordict.remove_backend()
         assert methods() != own
         flat("cpu").to(device)
     finally:
-        tdcopier.remove_tensordict_backend()
+        tdcopier.tensordict.remove_backend()
     assert methods() == own
     flat("cpu").to(device)
     assert (block.by_engine, first.by_engine) == (1, 2)
     with pytest.raises(RuntimeError, match="not installed"):
-        tdcopier.remove_tensordict_backend()
+        tdcopier.tensordict.remove_backend()
 
 
 def test_a_block_is_for_its_own_thread_and_an_installation_for_all(device):
-    with tdcopier.tensordict_backend() as block:
+    with tdcopier.tensordict.backend() as block:
         in_a_thread(lambda: flat("cpu").to(device))
         assert (block.by_engine, block.by_tensordict) == (0, 0)
         flat("cpu").to(device)
     assert block.by_engine == 1
-    everywhere = tdcopier.install_tensordict_backend()
+    everywhere = tdcopier.tensordict.install_backend()
     try:
         moved = in_a_thread(lambda: flat("cpu").to(device))
     finally:
-        tdcopier.remove_tensordict_backend()
+        tdcopier.tensordict.remove_backend()
     assert_same_tensordict(moved, flat("cpu").to(device))
     assert everywhere.by_engine == 1
 
@@ -306,7 +306,7 @@ def test_eight_threads_switch_and_move_at_once(device):
         for i in range(30):
             td = TensorDict({"a": torch.full((5,), seed + i / 100), "x": flat("cpu")}, [])
             is_on = (seed + i) % 3 > 0
-            with tdcopier.tensordict_backend() if is_on else contextlib.nullcontext() as use:
+            with tdcopier.tensordict.backend() if is_on else contextlib.nullcontext() as use:
                 moved = td.to(device)
             back = moved.to("cpu")
             torch.get_device_module(device).synchronize()

@@ -39,7 +39,7 @@ def _values(td: TensorDict) -> set[float]:
 def test_a_source_may_be_written_as_soon_as_the_call_has_returned(
     device, elements, pin, non_blocking
 ):
-    with tdcopier.tensordict_backend() as use:
+    with tdcopier.tensordict.backend() as use:
         for value in range(3):
             td = _filled(value, elements, "cpu", pin=pin)
             moved = td.to(device, non_blocking=non_blocking)
@@ -53,7 +53,7 @@ def test_a_source_on_another_device_may_be_written_by_its_stream_while_the_copy_
     stall, device, other_device, accelerator
 ):
     td, fives = _filled(3, 10, other_device), _filled(5, 10, other_device)
-    with tdcopier.tensordict_backend() as use, stall(_C.copy_stream(other_device, "from_device")):
+    with tdcopier.tensordict.backend() as use, stall(_C.copy_stream(other_device, "from_device")):
         moved = td.to(device)
         built = TensorDict(dict(td["x"].items()), device=device)
         for leaf, five in zip(td.values(True, True), fives.values(True, True), strict=True):
@@ -65,7 +65,7 @@ def test_a_source_on_another_device_may_be_written_by_its_stream_while_the_copy_
 
 def test_a_constructors_source_may_be_written_as_soon_as_it_has_returned(device):
     leaf = torch.ones(LARGE)
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         td = TensorDict({"a": leaf, "b": torch.ones(3)}, device=device)
         leaf.fill_(-1)
     assert _values(td) == {1}
@@ -76,7 +76,7 @@ def test_a_copy_to_a_device_is_ordered_on_the_current_stream_and_the_host_goes_o
 ):
     """The copy is late; the stream's later work still comes after it."""
     consumer = accelerator.Stream(device=device)
-    with tdcopier.tensordict_backend(), accelerator.stream(consumer):
+    with tdcopier.tensordict.backend(), accelerator.stream(consumer):
         with stall(copy_stream):
             moved = _filled(7, 10, "cpu").to(device)  # hangs if it waits for the copy
             doubled = torch.empty(10, device=device)
@@ -88,7 +88,7 @@ def test_a_copy_to_a_device_is_ordered_on_the_current_stream_and_the_host_goes_o
 
 def test_a_copy_to_a_device_returns_while_the_current_stream_is_busy(stall, device, accelerator):
     consumer = accelerator.Stream(device=device)
-    with tdcopier.tensordict_backend(), accelerator.stream(consumer):
+    with tdcopier.tensordict.backend(), accelerator.stream(consumer):
         with stall(consumer):
             moved = _filled(7, 10, "cpu").to(device)
             built = TensorDict({"a": torch.full((4,), 7.0)}, device=device)
@@ -120,7 +120,7 @@ def test_a_copy_to_the_host_has_arrived_and_comes_after_what_writes_its_source(
 
     thread = threading.Thread(target=let_go)
     thread.start()
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         called.set()
         moved = td.to("cpu", non_blocking=non_blocking)
         order.append("returned")
@@ -145,7 +145,7 @@ def test_a_blocking_copy_to_a_device_has_arrived_for_every_stream(sim, device, c
 
     thread = threading.Thread(target=let_go)
     thread.start()
-    with tdcopier.tensordict_backend() as use:
+    with tdcopier.tensordict.backend() as use:
         called.set()
         if call == "to":
             moved = source.to(device, non_blocking=False)
@@ -161,9 +161,9 @@ def test_memory_of_a_result_is_not_reused_while_its_stream_can_still_read_it(
     stall, device, accelerator
 ):
     consumer = accelerator.Stream(device=device)
-    tdcopier.set_run_ahead_limit(1000)
+    tdcopier.limits.set_run_ahead(1000)
     kept = []
-    with accelerator.stream(consumer), stall(consumer), tdcopier.tensordict_backend():
+    with accelerator.stream(consumer), stall(consumer), tdcopier.tensordict.backend():
         for value in range(20):
             moved = _filled(float(value), 50, "cpu").to(device)
             late = torch.empty(50, device=device)
@@ -177,7 +177,7 @@ def test_memory_of_a_result_is_not_reused_while_its_stream_can_still_read_it(
 @pytest.mark.sim
 def test_one_transfer_carries_all_small_leaves(sim, device):
     td = TensorDict({f"n{i}": {f"a{j}": torch.ones(3) for j in range(20)} for i in range(5)})
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         td.to(device)
         torch.sim.synchronize()
         before = sim.counts()
@@ -193,7 +193,7 @@ def test_one_transfer_carries_all_small_leaves(sim, device):
 def test_under_a_fake_tensor_mode_results_are_fake(device):
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    with tdcopier.tensordict_backend() as use, FakeTensorMode():
+    with tdcopier.tensordict.backend() as use, FakeTensorMode():
         moved = TensorDict({"a": torch.empty(3), "x": {"b": torch.empty(2)}}).to(device)
         built = TensorDict({"a": torch.empty(3)}, device=device)
         assert {type(moved["a"]), type(moved["x", "b"]), type(built["a"])} == {FakeTensor}
@@ -206,7 +206,7 @@ def test_fake_tensors_outside_of_their_mode_stay_fake(device):
 
     fake = FakeTensorMode().from_tensor(torch.ones(3))
     td = TensorDict({"a": fake, "b": torch.ones(2)})
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         moved = td.to(device)
     assert type(moved["a"]) is FakeTensor
     assert moved["b"].tolist() == [1, 1]
@@ -218,7 +218,7 @@ def test_inside_vmap_the_calls_are_torchs(device):
 
     td = flat("cpu")
     expected = torch.vmap(there_and_back)(td)
-    with tdcopier.tensordict_backend() as use:
+    with tdcopier.tensordict.backend() as use:
         got = torch.vmap(there_and_back)(td)
     assert (got == expected).all()
     assert got.batch_size == expected.batch_size
@@ -236,7 +236,7 @@ def test_under_a_function_mode_every_leaf_goes_through_it(device):
             return func(*args, **(kwargs or {}))
 
     td = flat("cpu")
-    with tdcopier.tensordict_backend() as use, Count():
+    with tdcopier.tensordict.backend() as use, Count():
         td.to(device)
     assert Count.calls == 2
     assert use.by_engine == 0
@@ -254,7 +254,7 @@ def test_compiled_code_is_traced_as_without_the_switch(device):
         return torch.compile(move, backend="eager", fullgraph=True)(flat("cpu"))
 
     expected = outcome(compiled)
-    with tdcopier.tensordict_backend() as use:
+    with tdcopier.tensordict.backend() as use:
         got = outcome(compiled)
     torch.compiler.reset()
     assert use.by_engine == 0
@@ -266,7 +266,7 @@ def test_compiled_code_is_traced_as_without_the_switch(device):
 
 def test_gradients_flow_through_a_move(device):
     leaf = torch.ones(3, requires_grad=True)
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         moved = TensorDict({"a": leaf, "b": torch.ones(2)}).to(device)
         built = TensorDict({"a": leaf, "x": {"b": torch.ones(2)}}, device=device)
     (moved["a"].sum() + 2 * built["a"].sum()).to("cpu").backward()

@@ -35,7 +35,7 @@ PICKLED = (
 def test_results_are_pickled_and_saved_as_ever(device, tmp_path, name):
     td = TD_KINDS[name].make(device)
     expected = td.to("cpu")
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         got = td.to("cpu")
     torch.get_device_module(device).synchronize()
     loaded = []
@@ -64,7 +64,7 @@ def _assert_same_to_read(got: Any, expected: Any) -> None:
 
 def test_keys_of_a_locked_result_are_right_however_often_they_are_asked_for(device):
     td = TD_KINDS["locked, keys in its cache"].make("cpu")
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         moved = td.to(device)
     for _ in range(3):
         assert list(moved.keys(True, True)) == list(td.keys(True, True))
@@ -127,7 +127,7 @@ def test_a_with_statement_writes_back_what_it_did(device, name, act):
         return td, error
 
     expected, expected_error = used()
-    with tdcopier.tensordict_backend() as use:
+    with tdcopier.tensordict.backend() as use:
         got, got_error = used()
     assert got_error == expected_error
     assert_same_tensordict(got, expected)
@@ -147,7 +147,7 @@ def test_sources_and_results_are_given_back(device, accelerator, elements):
         back = moved.to("cpu")
         return [weakref.ref(each) for each in (td, td["a"], moved, moved["a"], back)]
 
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         use_once()
         gc.collect()
         accelerator.synchronize()
@@ -165,7 +165,7 @@ def test_sources_and_results_are_given_back(device, accelerator, elements):
 def test_a_result_knows_its_source_by_a_weak_reference_only(device):
     td = flat("cpu")
     alive = weakref.ref(td)
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         moved = td.to(device)
     del td
     assert alive() is None
@@ -199,7 +199,7 @@ def test_an_error_of_a_leaf_is_the_calls_and_the_next_call_works(device, call):
             with td.to(device):
                 pass
 
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         with pytest.raises(OSError, match="cannot move"):
             fail()
         assert flat("cpu").to(device)["a"].sum().item() == 15
@@ -209,7 +209,7 @@ def test_a_leaf_that_cannot_go_there_fails_as_ever(device):
     td = TensorDict({"a": torch.empty(3, device="meta"), "b": ramp("cpu", 2)})
     expected = outcome(lambda: td.to(device))
     assert expected[0] is NotImplementedError
-    with tdcopier.tensordict_backend():
+    with tdcopier.tensordict.backend():
         assert outcome(lambda: td.to(device)) == expected
     with pytest.raises(NotImplementedError) as caught:
         tdcopier.to(td, device)
@@ -222,7 +222,7 @@ def test_memory_that_is_out_is_an_error_of_torchs_and_the_next_call_works(sim, d
     torch.sim.empty_cache()
     sim.set_memory_limit_bytes(0, torch.sim.memory_allocated() + (1 << 20))
     try:
-        with tdcopier.tensordict_backend():
+        with tdcopier.tensordict.backend():
             with pytest.raises(torch.OutOfMemoryError):
                 td.to(device)
             assert td.exclude("a").to(device)["b"].tolist() == [1, 1, 1]

@@ -156,7 +156,7 @@ def test_what_is_nested_as_deep_as_its_own_to_can_go_arrives(device, is_locked):
     if is_locked:
         source.lock_()
     expected = source.to(device)
-    with tdcopier.tensordict_backend() as use:
+    with tdcopier.tensordict.backend() as use:
         switched = source.to(device)
     for got in (tdcopier.to(source, device), switched):
         below, wanted = got, expected
@@ -177,7 +177,7 @@ def test_what_contains_itself_is_an_error_and_the_next_copy_works(device, where)
         source["next", "again"].tensordicts[1] = source
     with pytest.raises(RecursionError):
         tdcopier.async_to(source, device)
-    with tdcopier.tensordict_backend(), pytest.raises(RecursionError):
+    with tdcopier.tensordict.backend(), pytest.raises(RecursionError):
         source.to(device)
     del source["next"]._tensordict["again"]
     assert_same(tdcopier.to(source, device), source.to(device))
@@ -219,11 +219,11 @@ def test_rules_that_the_walk_keeps_change_with_a_registration(sim, device):
     def unflatten(children: list[torch.Tensor], keys: list[str]) -> dict[str, torch.Tensor]:
         return dict(zip(keys, children, strict=True))
 
-    tdcopier.register_container(TensorDict, flatten, unflatten)
+    tdcopier.containers.register(TensorDict, flatten, unflatten)
     try:
         assert type(tdcopier.copy(data, device)) is dict
     finally:
-        tdcopier.unregister_class(TensorDict)
+        tdcopier.containers.unregister(TensorDict)
     assert type(tdcopier.copy(data, device)) is TensorDict
 
 

@@ -128,7 +128,7 @@ void PinnedPool::refuse(std::span<const size_t> sizes) const {
       std::to_string(limit_bytes()) + " bytes: " + std::to_string(bytes_ - ranges_.free_bytes()) +
       " are leased, and " + std::to_string(ranges_.free_bytes()) +
       " are free, the largest piece of them " + std::to_string(ranges_.largest_free()) +
-      "; drop leased tensors, or raise the limit with tdcopier.set_pinned_limit_bytes()");
+      "; drop leased tensors, or raise the limit with tdcopier.limits.set_pinned_bytes()");
 }
 
 void PinnedPool::adopt(std::unique_ptr<PinnedBlock> block) {

@@ -261,7 +261,7 @@ std::optional<std::string> Slab::pin(c10::Device device) {
   const std::span<std::byte> all = memory_.bytes();
   if (!count_pinned(all.size())) {
     return "pinned slabs would exceed their limit of " + std::to_string(g_slab_limit_bytes) +
-           " bytes: see tdcopier.set_slab_limit_bytes()";
+           " bytes: see tdcopier.limits.set_slab_bytes()";
   }
   auto undone = c10::make_scope_exit([&] {
     is_pinned_ = false;
