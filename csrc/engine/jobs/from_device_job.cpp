@@ -58,7 +58,6 @@ void FromDeviceJob::transfer_all() {
     return;
   }
   if (!between_) return transfer_ranges();
-  let_read_stream_write();
   try {
     transfer_ranges();
   } catch (...) {
@@ -70,6 +69,7 @@ void FromDeviceJob::transfer_all() {
 
 void FromDeviceJob::let_read_stream_write() {
   accelerator_.events().record(stream_)->block(*read_stream_);
+  may_write_ = true;
 }
 
 void FromDeviceJob::join_read_stream() {
@@ -117,6 +117,7 @@ void FromDeviceJob::note_gathered(size_t last) {
 
 void FromDeviceJob::gather_straight(size_t first, size_t last) {
   const PhaseRange range(phases_, Phase::kStage);
+  if (between_ && !may_write_) let_read_stream_write();
   std::vector<std::byte*> at;
   for (size_t i = first; i < last; ++i) at.push_back(work_.result->address(i));
   size_t launches = 0;
@@ -165,8 +166,9 @@ void FromDeviceJob::transfer(size_t index, const std::byte* from) {
     const c10::StreamGuard on_target_stream(stream_);
     scratch = allocate_on_device(target_, chunk.bytes);
     to = static_cast<std::byte*>(scratch.mutable_data());
-    let_read_stream_write();
+    may_write_ = false;  // not yet to this memory
   }
+  if (!may_write_) let_read_stream_write();
   const bool is_writable = can_write_peer(source_.device(), target_, to, chunk.bytes);
   try {
     enqueue_between(stream_, to, *read_stream_, from, chunk.bytes, is_writable);

@@ -47,7 +47,8 @@ class FromDeviceJob final : public CopyJob {
   void note_written(size_t first, size_t last);  // chunks of a result on the host
   void transfer(size_t chunk, const std::byte* from);
   // Let the stream of the reads, which makes the transfers between two devices, write what belongs
-  // to the target's stream, and this one go on after them.
+  // to the target's stream, and this one go on after them. Not before a gather to the sources' own
+  // device: it need not wait for the target.
   void let_read_stream_write();
   void join_read_stream();
 
@@ -56,6 +57,7 @@ class FromDeviceJob final : public CopyJob {
   const std::vector<ChunkRange> ranges_;
   const bool within_;                  // within one device
   const bool between_;                 // between two
+  bool may_write_ = false;             // the stream of the reads, what the target's has now
   const EventRef sources_ready_;       // after the caller's work on the sources
   const EventRef destinations_ready_;  // after its work on the destinations; null: new memory
 };

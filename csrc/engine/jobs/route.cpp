@@ -13,6 +13,7 @@
 #include "base/forks.h"
 #include "engine/device/accelerator.h"
 #include "engine/device/fallbacks.h"
+#include "engine/device/graph_capture.h"
 #include "engine/device/peer_memory.h"
 #include "engine/device/pinned_pool.h"
 #include "engine/device/staging_ring.h"
@@ -149,14 +150,18 @@ size_t end_of_group(const CopyWork& work, size_t first) {
   return last;
 }
 
-// Returns whether the source's device can write the chunks itself: pinned memory, or memory of a
-// peer. Without a result, for a prediction, the peer's is as the last was.
+// Returns whether the source's device can write the chunks itself, and at once: pinned memory, or
+// memory of a peer. If the peer's stream is late, the sources are gathered first, so that they are
+// free before it gets there. Without a result, for a prediction, the peer's memory is as the last
+// was.
 bool can_write(const LeafGroup& group, size_t first, size_t last, bool pinned) {
   const c10::Device source = group.work.leaves->device();
   if (group.target.is_cpu()) return pinned;
   if (!is_to_new_memory(group.work)) return false;  // gathers and scatters are by chunks
-  if (!group.work.result) return could_write_peer(source, group.target);
-  for (size_t i = first; i < last; ++i) {
+  if (!could_write_peer(source, group.target) && !group.work.result) return false;
+  const RelaxedCapture relaxed(group.target.type());
+  if (!Accelerator::of(group.target).ordered_stream().query()) return false;
+  for (size_t i = first; group.work.result && i < last; ++i) {
     const uint64_t bytes = group.work.plan->chunks[i].bytes;
     if (!can_write_peer(source, group.target, group.work.result->address(i), bytes)) return false;
   }
