@@ -95,13 +95,13 @@ def containers(result: Found) -> list[str]:
         "contenders": {way: {"median_us": each} for way, each in us.items()},
         "ratios": {way: each / us[OURS] for way, each in us.items() if way != OURS},
     }
-    leaves = {
-        f"a leaf of {int(count):,}": {"times": {OURS: {"ns": ns}}}
-        for count, ns in result["ns_per_leaf"].items()
-    }
+    ns = dict(zip(result["growth"]["contenders"], result["ns_per_leaf"].values(), strict=True))
+    per_leaf = Column("ns a leaf", lambda _, way: f"{ns[way[0]]:.0f}")
     return [
         write("tree | way", groups, "contenders", *ALONE),
-        write("leaf | way", leaves, "times", at("ns", "times/*/ns", "{:.0f}".format)),
+        write(
+            "growth | way", {"leaves": result["growth"]}, "contenders", *times(), per_leaf, CALLS
+        ),
     ]
 
 
