@@ -63,47 +63,20 @@ def start_copy(
         result = handle.wait()  # makes the current stream wait for the copy
         result[0]["boxes"].sum()  # runs after the copy
 
-    Each leaf of the result equals `leaf.to(device)`: same values, dtype, shape and strides. The
-    containers of the result have the same classes as those of `data`. Containers are `list`,
-    `tuple` and `dict`, their subclasses (named tuples, `OrderedDict`, `defaultdict` and so on),
-    dataclasses, TensorDicts and tensorclasses (see `async_to`), graphs of torch_geometric, nodes of
-    torch's pytrees, and classes passed to `containers.register`. Leaves are tensors and numpy
-    arrays; arrays become tensors. Any other object with a ``.to(device)`` of its own is moved by
-    it. All other values are opaque: the result has the same objects. Leaves that are on `device`
-    already are reused: the result has the same objects. `explain` lists what a copy does with each
-    value.
+    The result has the containers of `data`, and each leaf, a tensor or a numpy array, equals
+    `leaf.to(device)`. Objects with a ``.to(device)`` are moved by it; other values come back as
+    they are. `explain` tells what happens to each; `tdcopier.containers` takes your own classes.
 
-    Leaves may come from the host, from devices, or from both. They go to a device, or to the host,
-    where they arrive in pinned memory. Leaves of up to 256 KiB are packed: those of one dtype share
-    a chunk, and leaves on a device are gathered there first. Each larger leaf has a chunk of its
-    own. On the way to a device, large pinned leaves are not staged: the device reads them in place.
-    The same applies to small leaves of one dtype that follow one another in a pinned tensor and are
-    larger than 256 KiB together. Leaves that cannot be copied as plain bytes (leaves that need
-    gradients, sparse tensors, conjugate views, subclasses other than `torchvision.tv_tensors` and
-    those passed to `register_tensor_subclass`, any leaf under a torch mode) and objects are
-    delegated to their own ``.to``, inside this call, and counted in `stats`.
-
-    **Until the copy is done** (`get` has returned, or `ready` is true) you may drop the sources and
-    the handle, but you must not modify or resize a source in place. `wait_staged` and, if the
-    target is a device, `wait` allow writes earlier: when they return, you may write to host
-    sources, pinned ones included, and work that you then enqueue on the current stream may write to
-    device sources. With the environment variable `TDCOPIER_CHECK=1` the handle detects modified
-    sources and raises a `SourceModifiedError` that names the leaf.
-
-    Sources on a device are read after all work that is on the current stream of that device at the
-    call. If a stream is still writing a pinned host source, synchronise that stream before the
-    call. A copy from the host waits for no stream.
-
-    An output that is alive keeps its whole chunk alive. On a device, outputs share the storage of
-    their chunk: `torch.save` of one writes the whole chunk, and growing one in place (`resize_`,
-    `out=`) overwrites its neighbours. `clone()` an output that you keep for long, or that you save
-    alone or grow on a device.
+    Until the copy is done (`get` has returned, or `ready` is true) you may drop the sources and the
+    handle, but must not write to a source. After `wait_staged`, and if the target is a device after
+    `wait`, you may write to host sources, and enqueue writes to device sources. If a stream is
+    still writing a pinned source, synchronise it before the call. One live output keeps its chunk:
+    `clone()` one that you keep for long, or that you save alone or grow on a device.
 
     Args:
         data: a leaf, or any nesting of containers and leaves, up to 1000 containers deep.
         device: the target, as for `Tensor.to`. "cuda" is the current CUDA device.
-        use_pinned_staging: stage through pinned memory. `CopyOptions` describes this and the other
-            options in full.
+        use_pinned_staging: as the other options, see `CopyOptions`.
         pack_cpu_tensors: let small leaves share chunks.
         min_packed_alignment_bytes: alignment of packed leaves within their chunk.
         max_packed_chunk_bytes: maximum size of a chunk that leaves share.
@@ -111,24 +84,13 @@ def start_copy(
         require_pinned_results: fail if results on the host cannot be pinned.
         on_unknown: what to do with opaque values whose class is unknown.
 
-    Returns:
-        The handle. `get()` blocks until the result has arrived. `wait()` returns the result earlier
-        if the target is a device, ordered on a stream.
-
     Raises:
-        TypeError: an option or the device has the wrong type; an array has a number type that torch
-            does not support; a container cannot be rebuilt; `data` itself is of an unknown class,
-            for example a set or a generator, so that nothing would be copied; with
-            ``on_unknown="raise"``, a value in it is (the last four messages name the path).
-        ValueError: there is no such device; a size option is out of range; a tensor reaches beyond
-            its storage (the message names its path).
-        RecursionError: containers are nested more than 1000 deep, or contain themselves.
-        RuntimeError: the current stream of the target or of a source's device is capturing a CUDA
-            graph; a container changed during the walk.
-        Exception: an error from the `flatten` function of a registered container.
+        TypeError: an option, the device or a value has a type that cannot be taken.
+        ValueError: no such device; an option is out of range; a tensor exceeds its storage.
+        RecursionError: containers are nested too deep, or contain themselves.
+        RuntimeError: a current stream is capturing a graph; a container changed meanwhile.
 
-    If the copy itself fails (for example with `torch.OutOfMemoryError`, or with an error from the
-    ``.to`` of a delegated leaf or a container's `unflatten`), `get` and `wait` raise the error.
+    Errors of the copy itself, and of delegated leaves, are raised by `get` and `wait`.
     """
     check = _checking.SourceCheck.of_copy(data, device) if _checking.enabled else None
     options = checked_options(
