@@ -65,7 +65,7 @@ def start_copy(
 
     The result has the containers of `data`, and each leaf, a tensor or a numpy array, equals
     `leaf.to(device)`. Objects with a ``.to(device)`` are moved by it; other values come back as
-    they are. `explain` tells what happens to each; `tdcopier.containers` takes your own classes.
+    they are. `explain` tells what happens to each; `containers.register` takes your own classes.
 
     Until the copy is done (`get` has returned, or `ready` is true) you may drop the sources and the
     handle, but must not write to a source. After `wait_staged`, and if the target is a device after
