@@ -9,9 +9,9 @@ names that TensorDict users expect. `start_copy_into` and `copy_into` copy into 
 memory of a model or an optimizer to the host and back, in place, and `snapshot` copies it beside
 training. `explain` lists what a copy does with each value.
 
-`stats`, `limits`, `pinned`, `containers`, `tensordict`, `checkpoint`, `distributed` and `sim` are
-namespaces for what a batch does not need; `torchrl`, `replay`, `ray` and `workloads` are imported
-by name.
+`stats`, `limits`, `pinned`, `containers`, `tensordict`, `checkpoint`, `distributed`, `replay`,
+`sim` and `workloads` are namespaces for what a batch does not need; `torchrl` and `ray`, which need
+those packages, are imported by name.
 """
 
 import importlib
@@ -36,9 +36,11 @@ if TYPE_CHECKING:
         distributed,
         limits,
         pinned,
+        replay,
         sim,
         stats,
         tensordict,
+        workloads,
     )
     from tdcopier._collate import collate, packed
     from tdcopier._commands.info_facts import info
@@ -58,9 +60,11 @@ _NAMESPACES = (
     "distributed",
     "limits",
     "pinned",
+    "replay",
     "sim",
     "stats",
     "tensordict",
+    "workloads",
 )
 """Modules that are imported when they are first asked for."""
 
@@ -93,6 +97,7 @@ __all__ = [
     "pinned",
     "prefetch",
     "prepare",
+    "replay",
     "scatter",
     "sim",
     "snapshot",
@@ -103,6 +108,7 @@ __all__ = [
     "stats",
     "tensordict",
     "to",
+    "workloads",
 ]
 
 _WHEN_ASKED_FOR = {

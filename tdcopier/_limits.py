@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
-from tdcopier._options import LARGEST_CHUNK_BYTES, Device
+from tdcopier._options import LARGEST_CHUNK_BYTES
 
 _STAGING_LIMIT_VARIABLE = "TDCOPIER_STAGING_LIMIT_BYTES"
 _PINNED_LIMIT_VARIABLE = "TDCOPIER_PINNED_LIMIT_BYTES"
@@ -68,23 +68,14 @@ def set_staging_bytes(limit_bytes: int) -> None:
     limits_in_force.staging_limit_bytes = limit
 
 
-@keep_out_of_graphs("staging_bytes()")
-def staging_bytes(device: Device) -> int:
-    """Return the number of bytes of pinned memory that currently stage copies to and from `device`.
-
-    Prefetched batches that wait to be sent have memory of their own, which is not counted here: see
-    `limits.set_staging_bytes`.
-    """
-    return _C.staging_bytes(device)
-
-
 @keep_out_of_graphs("limits.set_pinned_bytes()")
 def set_pinned_bytes(limit_bytes: int) -> None:
     """Set the limit on the memory of the pool of pinned memory; default: half of the machine's.
 
     It applies to the process, to leased and free memory together. A lease that would exceed it
     first frees blocks that are not in use, then waits for copies in flight, then raises
-    `MemoryError`. A limit below what the pool has frees the blocks that are not in use; what is
+    `MemoryError`; a large result on the host goes to torch's allocator instead, which this does not
+    limit. A limit below what the pool has frees the blocks that are not in use; what is
     leased stays. Several processes on one machine share its memory, and a
     container may have less: set a lower limit there. The environment variable
     `TDCOPIER_PINNED_LIMIT_BYTES` sets the limit at import. Staging has a limit of its own, see

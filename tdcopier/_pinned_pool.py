@@ -17,6 +17,7 @@ import torch
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._limits import integer
+from tdcopier._options import Device
 from tdcopier._progress import polled
 
 _MEMORY = Path("/proc/self/statm")
@@ -89,6 +90,16 @@ def usage() -> Usage:
     Memory that `pin_memory_` has pinned is not counted.
     """
     return Usage(*_C.pinned_use(), _C.pinned_slab_bytes())
+
+
+@keep_out_of_graphs("pinned.staging_bytes()")
+def staging_bytes(device: Device) -> int:
+    """Return the number of bytes of pinned memory that currently stage copies to and from `device`.
+
+    Prefetched batches that wait to be sent have memory of their own, which is not counted here: see
+    `limits.set_staging_bytes`.
+    """
+    return _C.staging_bytes(device)
 
 
 @keep_out_of_graphs("pinned.reserve()")

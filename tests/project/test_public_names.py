@@ -22,9 +22,11 @@ NAMESPACES = {
     "distributed",
     "limits",
     "pinned",
+    "replay",
     "sim",
     "stats",
     "tensordict",
+    "workloads",
 }
 BLOCKING = ["copy", "copy_into", "gather", "scatter"]
 
