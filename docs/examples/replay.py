@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import gymnasium
@@ -65,7 +67,9 @@ def learn(store: dist.Store, steps: int) -> list[tuple[float, float]]:
         begin = last = time.perf_counter()
         last_step = last_rows = 0
         for step in range(1, steps + 1):
-            agent.update(buffer.sample())
+            batch = buffer.sample()
+            with uninterrupted():
+                agent.update(batch)
             if step % PUBLISH == 0 or step == steps:
                 weights.publish()
                 while returns.stats.waiting:
@@ -84,6 +88,24 @@ def learn(store: dist.Store, steps: int) -> list[tuple[float, float]]:
                 )
                 last_step, last, last_rows = step, now, stats.inserted
     return episodes
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait: `TensorDict.to_module`, in torchrl's losses, makes it a RuntimeError."""
+    seen = False
+
+    def note(*_: object) -> None:
+        nonlocal seen
+        seen = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if seen:
+        raise KeyboardInterrupt
 
 
 def act(store: dist.Store, seed: int) -> None:
