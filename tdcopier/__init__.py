@@ -132,6 +132,8 @@ def __getattr__(name: str) -> Any:
     """Import what a name needs on first access."""
     if name in _NAMESPACES:
         return importlib.import_module(f"tdcopier.{name}")
+    if name in ("ray", "torchrl"):
+        raise AttributeError(f"import tdcopier.{name} first: it needs {name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -33,6 +33,9 @@ class SourceModifiedError(RuntimeError):
     """A source was modified before its copy was done. Raised only with `TDCOPIER_CHECK=1`."""
 
 
+SourceModifiedError.__module__ = "tdcopier"
+
+
 def _enabled_by_environment() -> bool:
     """Return whether copies are checked.
 

@@ -142,7 +142,7 @@ def packed(collate_fn: Collate = collate) -> Callable[..., Parcel]:
     """
     if not callable(collate_fn):
         raise TypeError(
-            f"packed() takes a collate function; got a {class_name(type(collate_fn))}: give what "
+            f"packed() takes a collate function; got {class_name(type(collate_fn))}: give what "
             "it returns to a loader, as in DataLoader(dataset, collate_fn=tdcopier.packed())"
         )
     return partial(_packed, collate_fn)
@@ -172,7 +172,7 @@ def _refuse_other(samples: Any) -> None:
     is_one = isinstance(samples, (Mapping, torch.Tensor, str, bytes))
     if is_one or not hasattr(type(samples), "__getitem__"):
         raise TypeError(
-            f"collate() takes a list of samples; got a {class_name(type(samples))}: give the "
+            f"collate() takes a list of samples; got {class_name(type(samples))}: give the "
             "function to a loader, as in DataLoader(dataset, collate_fn=tdcopier.collate), or call "
             "collate([sample, ...])"
         )

@@ -37,6 +37,10 @@ def start_copy(
     data: np.ndarray[Any, Any], device: Device, **options: Unpack[CopyOptions]
 ) -> AsyncCopyHandle[torch.Tensor]: ...
 @overload
+def start_copy(
+    data: _C.Parcel, device: Device, **options: Unpack[CopyOptions]
+) -> AsyncCopyHandle[Any]: ...
+@overload
 def start_copy(data: T, device: Device, **options: Unpack[CopyOptions]) -> AsyncCopyHandle[T]: ...
 @keep_out_of_graphs("start_copy()")
 def start_copy(
@@ -114,6 +118,8 @@ def copy(
     data: np.ndarray[Any, Any], device: Device, **options: Unpack[CopyOptions]
 ) -> torch.Tensor: ...
 @overload
+def copy(data: _C.Parcel, device: Device, **options: Unpack[CopyOptions]) -> Any: ...
+@overload
 def copy(data: T, device: Device, **options: Unpack[CopyOptions]) -> T: ...
 @keep_out_of_graphs("copy()", "the tree that it returns")
 def copy(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
@@ -139,6 +145,10 @@ def copy(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
 def async_to(
     data: np.ndarray[Any, Any], device: Device, **options: Unpack[CopyOptions]
 ) -> AsyncCopyHandle[torch.Tensor]: ...
+@overload
+def async_to(
+    data: _C.Parcel, device: Device, **options: Unpack[CopyOptions]
+) -> AsyncCopyHandle[Any]: ...
 @overload
 def async_to(data: T, device: Device, **options: Unpack[CopyOptions]) -> AsyncCopyHandle[T]: ...
 @keep_out_of_graphs("async_to()")
@@ -175,6 +185,8 @@ def async_to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Async
 def to(
     data: np.ndarray[Any, Any], device: Device, **options: Unpack[CopyOptions]
 ) -> torch.Tensor: ...
+@overload
+def to(data: _C.Parcel, device: Device, **options: Unpack[CopyOptions]) -> Any: ...
 @overload
 def to(data: T, device: Device, **options: Unpack[CopyOptions]) -> T: ...
 @keep_out_of_graphs("to()", "the tree that it returns")

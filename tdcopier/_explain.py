@@ -11,13 +11,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+from typing_extensions import Unpack
 
-from tdcopier import _C, _options
+from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import unknown
 from tdcopier._containers.beside import tensors_beside
 from tdcopier._containers.delegated_parts import DelegatedPart, plain_parts, stays
-from tdcopier._options import Device
+from tdcopier._options import CopyOptions, Device, native_options, refuse_unknown_options
 from tdcopier._prefetch.packing import why_not_packed
 from tdcopier._words import counted
 
@@ -40,7 +41,7 @@ class ExplainedLeaf(NamedTuple):
     shape: tuple[int | str, ...] | None
     """Its shape, with names of sizes that are no numbers (`j1` of a jagged tensor); the batch size
     of a TensorDict; None if it has none."""
-    bytes: int
+    nbytes: int
     """Size of its elements, 0 for an opaque value that is no array. A sparse tensor counts its
     indices too."""
     device: str | None
@@ -74,7 +75,7 @@ class Total(NamedTuple):
     """Values of one treatment together."""
 
     leaves: int
-    bytes: int
+    nbytes: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,7 +102,7 @@ class Explanation:
         sizes: Counter[Treatment] = Counter()
         for row in self.rows:
             leaves[row.treatment] += 1
-            sizes[row.treatment] += row.bytes
+            sizes[row.treatment] += row.nbytes
         return {each: Total(leaves[each], sizes[each]) for each in _TREATMENTS}
 
     def to_dict(self) -> dict[str, Any]:
@@ -182,7 +183,7 @@ def _cells(row: ExplainedLeaf) -> tuple[str, ...]:
     chunk = "" if row.chunk is None else str(row.chunk)
     treatment = row.treatment + ", in place" * row.in_place
     return (
-        row.path, row.kind, row.dtype or "", shape, str(row.bytes), row.device or "", treatment,
+        row.path, row.kind, row.dtype or "", shape, str(row.nbytes), row.device or "", treatment,
         chunk, row.reason,
     )  # fmt: skip
 
@@ -191,11 +192,7 @@ def _cells(row: ExplainedLeaf) -> tuple[str, ...]:
 def explain(
     data: Any,
     device: Device,
-    *,
-    use_pinned_staging: bool = True,
-    pack_cpu_tensors: bool = True,
-    min_packed_alignment_bytes: int = 16,
-    max_packed_chunk_bytes: int = 32 * 1024 * 1024,
+    **options: Unpack[CopyOptions],
 ) -> Explanation:
     """List what `start_copy` does with each leaf and opaque value of `data`, and why.
 
@@ -219,23 +216,15 @@ def explain(
         data: a leaf, or any nesting of containers and leaves, as for `start_copy`. Unknown values
             are listed, even as the root.
         device: the target, as for `start_copy`.
-        use_pinned_staging: as for `start_copy`, like the next three. The other options of
-            `start_copy` change no treatment.
-        pack_cpu_tensors: see `CopyOptions`.
-        min_packed_alignment_bytes: see `CopyOptions`.
-        max_packed_chunk_bytes: see `CopyOptions`.
+        **options: see `CopyOptions`. Those on staging and packing count; the other three are
+            checked, and change nothing in the list.
 
     Raises:
         Exception: an error in the call or in the data, as `start_copy`.
     """
-    options = _options.checked_options(
-        use_pinned_staging,
-        pack_cpu_tensors,
-        min_packed_alignment_bytes,
-        max_packed_chunk_bytes,
-        True,  # staging by workers or by the call: the same treatments and transfers
-    )
-    target, found, totals = _C.explain(data, device, options)
+    if options:
+        refuse_unknown_options("explain", options)
+    target, found, totals = _C.explain(data, device, native_options(**options))
     with torch._C.DisableTorchFunction():  # attributes of a subclass may run its code
         rows = _Rows(target).of([_Found(*each) for each in found])
     counted = Counter(row.treatment for row in rows)

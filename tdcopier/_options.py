@@ -13,7 +13,7 @@ import torch  # its libraries must be loaded before the native module
 
 from tdcopier import _C
 
-Device: TypeAlias = "str | torch.device | int"
+Device: TypeAlias = str | torch.device | int
 OnUnknown: TypeAlias = Literal["ignore", "warn", "raise"] | None
 
 _LARGEST_ALIGNMENT_BYTES = 1 << 30
@@ -51,46 +51,52 @@ class CopyOptions(TypedDict, total=False):
     take all of them. `start_copy_into` and `start_scatter`, and the same without `start_`, take
     `use_pinned_staging` and `use_background_thread`.
     A value of the wrong type raises a `TypeError`, and a size out of range a `ValueError`.
+
+    Attributes:
+        use_pinned_staging: Stage through pinned memory, so that transfers run in parallel with the
+            host, and put results on the host into pinned memory. If False, transfers read or write
+            pageable memory and block the thread that makes them. Copies within the host or between
+            devices are never staged. Default: True.
+        pack_cpu_tensors: Let small leaves share chunks, whether they are on the host or on a
+            device. If False, each leaf has its own allocation and transfer. Default: True.
+        min_packed_alignment_bytes: Alignment of packed leaves, from 1 byte to 1 GiB. The offset of
+            each packed leaf from the beginning of its chunk is a multiple of the larger of this and
+            its element size, rounded up to a multiple of its element size. The address of the chunk
+            is a multiple of the largest power of two that divides this alignment. Default: 16.
+        max_packed_chunk_bytes: Maximum number of bytes that the leaves of one chunk span, padding
+            included; at least 1. (The allocation is larger if an alignment above 64 bytes requires
+            it.) Default: 32 MiB.
+        use_background_thread: Leave large copies to worker threads and return at once. Up to 512
+            KiB of host data are staged in the call even so, because that is faster, unless they
+            would have to wait for a staging buffer. Gathers and transfers from a device are
+            enqueued in the call too. (The first results of a size that arrive on the host take as
+            long as it takes to pin their memory.) If False, all staging happens in the call.
+            Default: True.
+        require_pinned_results: Fail if the results on the host cannot be in pinned memory: because
+            no more can be pinned (with the allocator's error, when the copy is awaited), or because
+            no accelerator is in use. If False, they are then in pageable memory, as those of
+            `Tensor.to` are, and `stats.fallbacks` counts it if more could not be pinned. Leaves
+            that are reused or delegated, and existing memory (``out=``), are where they are.
+            Default: False.
+        on_unknown: What to do with opaque values whose class tdcopier does not know to be plain
+            data: objects of any other class, sets, iterators, views of dicts, modules. Tensors in
+            them stay on their device. None: raise a `TypeError` if the data itself is such a value,
+            since nothing would be copied, and pass those in a container through. "ignore": pass all
+            of them through. "warn": also warn, with an `UnknownTypeWarning` for each class once per
+            process, with a path. "raise": raise a `TypeError` for the first one, with its path.
+            Plain data are numbers, text, bytes, None, dates, paths, members of enumerations,
+            functions, classes, Python modules, numpy scalars, arrays that torch cannot take, and
+            torch's own small values (`torch.Size`, devices, dtypes, generators, streams). Default:
+            None.
     """
 
     use_pinned_staging: bool
-    """Stage through pinned memory, so that transfers run in parallel with the host, and put results
-    on the host into pinned memory. If False, transfers read or write pageable memory and block the
-    thread that makes them. Copies within the host or between devices are never staged. Default:
-    True."""
     pack_cpu_tensors: bool
-    """Let small leaves share chunks, whether they are on the host or on a device. If False, each
-    leaf has its own allocation and transfer. Default: True."""
     min_packed_alignment_bytes: int
-    """Alignment of packed leaves, from 1 byte to 1 GiB. The offset of each packed leaf from the
-    beginning of its chunk is a multiple of the larger of this and its element size, rounded up to a
-    multiple of its element size. The address of the chunk is a multiple of the largest power of two
-    that divides this alignment. Default: 16."""
     max_packed_chunk_bytes: int
-    """Maximum number of bytes that the leaves of one chunk span, padding included; at least 1. (The
-    allocation is larger if an alignment above 64 bytes requires it.) Default: 32 MiB."""
     use_background_thread: bool
-    """Leave large copies to worker threads and return at once. Up to 512 KiB of host data are
-    staged in the call even so, because that is faster, unless they would have to wait for a staging
-    buffer. Gathers and transfers from a device are enqueued in the call too. (The first results of
-    a size that arrive on the host take as long as it takes to pin their memory.) If False, all
-    staging happens in the call. Default: True."""
     require_pinned_results: bool
-    """Fail if the results on the host cannot be in pinned memory: because no more can be pinned
-    (with the allocator's error, when the copy is awaited), or because no accelerator is in use. If
-    False, they are then in pageable memory, as those of `Tensor.to` are, and `stats.fallbacks`
-    counts it if more could not be pinned. Leaves that are reused or delegated, and existing memory
-    (``out=``), are where they are. Default: False."""
     on_unknown: OnUnknown
-    """What to do with opaque values whose class tdcopier does not know to be plain data: objects of
-    any other class, sets, iterators, views of dicts, modules. Tensors in them stay on their device.
-    None: raise a `TypeError` if the data itself is such a value, since nothing would be copied, and
-    pass those in a container through. "ignore": pass all of them through. "warn": also warn, with
-    an `UnknownTypeWarning` for each class once per process, with a path. "raise": raise a
-    `TypeError` for the first one, with its path. Plain data are numbers, text, bytes, None, dates,
-    paths, members of enumerations, functions, classes, Python modules, numpy scalars, arrays that
-    torch cannot take, and torch's own small values (`torch.Size`, devices, dtypes, generators,
-    streams). Default: None."""
 
 
 @lru_cache(maxsize=64, typed=True)
@@ -115,6 +121,32 @@ def checked_options(
         _size_option("max_packed_chunk_bytes", max_packed_chunk_bytes, LARGEST_CHUNK_BYTES),
         bool_option("use_background_thread", use_background_thread),
     )
+
+
+def native_options(
+    *,
+    use_pinned_staging: bool = True,
+    pack_cpu_tensors: bool = True,
+    min_packed_alignment_bytes: int = 16,
+    max_packed_chunk_bytes: int = 32 * 1024 * 1024,
+    use_background_thread: bool = True,
+    require_pinned_results: bool = False,
+    on_unknown: OnUnknown = None,
+) -> _C.CopyOptions:
+    """Return all options as the native module takes them, where time does not matter.
+
+    Raises:
+        TypeError, ValueError: as documented for `CopyOptions`.
+    """
+    options = checked_options(
+        use_pinned_staging,
+        pack_cpu_tensors,
+        min_packed_alignment_bytes,
+        max_packed_chunk_bytes,
+        use_background_thread,
+    )
+    options = options_for_results(options, use_pinned_staging, require_pinned_results)
+    return options_for_unknown(options, on_unknown)
 
 
 def options_for_unknown(options: _C.CopyOptions, on_unknown: OnUnknown) -> _C.CopyOptions:
@@ -221,9 +253,6 @@ _INSTEAD_IN = {
         ),
         "copy": "takes no copy: the rows are new memory always",
         "inplace": "returns a new tree: with out= it fills an existing one",
-    },
-    "prepare": {
-        "non_blocking": "takes no non_blocking: its start_copy() does not wait for the copy",
     },
     "prefetch": {
         "non_blocking": "takes no non_blocking: its copies never block",

@@ -19,7 +19,7 @@ from tdcopier._compile import keep_out_of_graphs
 from tdcopier._copy import copy, start_copy
 from tdcopier._into import copy_into
 from tdcopier._mistaken_use import say_what_to_use
-from tdcopier._options import Device
+from tdcopier._options import Device, bool_option
 
 SHARED_FROM_BYTES = 1024 * 1024
 """From this size a parcel goes to another process as shared memory, and below as bytes.
@@ -34,7 +34,7 @@ given."""
 
 
 @keep_out_of_graphs("pack()")
-def pack(tree: Any, *, out: Any = None) -> Parcel:
+def pack(data: Any, *, out: Any = None) -> Parcel:
     """Pack a nested batch into one run of bytes, which other processes and hosts take as one thing.
 
     For example, in a process that makes batches, and in one that trains::
@@ -45,7 +45,7 @@ def pack(tree: Any, *, out: Any = None) -> Parcel:
         batch = handle.get()  # what start_copy(batch, "cuda") gives
 
     The parcel has a copy of every leaf, the structure, and all other values. `start_copy(parcel,
-    device)` gives what `start_copy(tree, device)` gives; it need not walk the leaves. `tree()`
+    device)` gives what `start_copy(data, device)` gives; it need not walk the leaves. `tree()`
     gives the tree on the host, of views.
 
     Lists, tuples, named tuples, dicts, dataclasses, TensorDicts, numbers, strings and `bytes` are
@@ -54,30 +54,30 @@ def pack(tree: Any, *, out: Any = None) -> Parcel:
     shows are packed, and they are beside the leaves, not in the pickle.
 
     Args:
-        tree: a leaf or any nesting of containers and leaves, all on one device; the parcel is there
+        data: a leaf or any nesting of containers and leaves, all on one device; the parcel is there
             too. Numpy arrays arrive as tensors. Strided leaves are packed without gaps.
         out: memory for the parcel, of at least its size: an object with a writable buffer that
             begins at a multiple of 16 bytes, for example shared memory, a bytearray or a uint8
-            tensor; for a tree on a device, a uint8 tensor there. Do not resize it, or write to it,
+            tensor; for leaves on a device, a uint8 tensor there. Do not resize it, or write to it,
             while the parcel or a view of it is in use. A queue of `multiprocessing` does not copy
             a large parcel again that is in a tensor in shared memory: the receiver has that
             memory too. Or a function that is called as ``out(nbytes, device)``, once for each
             parcel, and returns such memory, or None. By default the parcel gets new memory.
 
     Returns:
-        The parcel. The tree may be changed as soon as the call returns. The call waits until
+        The parcel. The data may be changed as soon as the call returns. The call waits until
         leaves on the host are copied; for leaves on a device, the current stream waits.
 
     Raises:
         TypeError: a value cannot be packed: the message names its path. It cannot be pickled, or
             leaves are on several devices. Or `out` has no buffer, or is on another device.
-        ValueError: `out` is too small, is read-only, is not aligned, or overlaps the tree.
-        RuntimeError: the tree is on a device whose current stream is capturing a CUDA graph.
+        ValueError: `out` is too small, is read-only, is not aligned, or overlaps the leaves.
+        RuntimeError: the leaves are on a device whose current stream is capturing a CUDA graph.
     """
     if out is None:
-        return _C.pack(tree, None)
+        return _C.pack(data, None)
     memory = Memory(out)
-    return memory.noted(_C.pack(tree, memory.of))
+    return memory.noted(_C.pack(data, memory.of))
 
 
 class Memory:
@@ -184,7 +184,9 @@ def _to(self: Parcel, device: Device, non_blocking: bool = False) -> Any:
 
     With `non_blocking` it returns before the bytes have arrived; the current stream waits for them.
     """
-    return start_copy(self, device).wait() if non_blocking else copy(self, device)
+    if bool_option("non_blocking", non_blocking):  # a dtype is no bool
+        return start_copy(self, device).wait()
+    return copy(self, device)
 
 
 def _pin_memory(self: Parcel, device: Device | None = None) -> Parcel:

@@ -66,7 +66,7 @@ def _described(self: PinnedMemory) -> str:
     """Return `<tdcopier.pinned.PinnedMemory: 4096 bytes, pinned>`, for example."""
     if self.closed:
         return "<tdcopier.pinned.PinnedMemory: closed>"
-    return f"<tdcopier.pinned.PinnedMemory: {counted(self.bytes, 'byte')}, pinned>"
+    return f"<tdcopier.pinned.PinnedMemory: {counted(self.nbytes, 'byte')}, pinned>"
 
 
 PinnedMemory.__repr__ = _described  # type: ignore[method-assign, assignment]  # a class of the native module

@@ -29,22 +29,27 @@ _MOST_WAITS = 32
 
 @dataclass(frozen=True)
 class Usage:
-    """The pinned memory of this process, in bytes: see `pinned.usage`."""
+    """The pinned memory of this process, in bytes: see `pinned.usage`.
+
+    Attributes:
+        leased_bytes: Of the pool: in use by tensors, by a device that has not finished with memory
+            that came back, or not yet made.
+        free_bytes: Of the pool: pinned, and ready for the next lease.
+        limit_bytes: The limit on the two above together: see `limits.set_pinned_bytes`.
+        staging_bytes: Memory that stages copies to and from all devices, batches of `prefetch`
+            included.
+        torch_bytes: Memory that torch's allocator has, in use or kept for reuse. None: this torch
+            does not tell. Results on the host are there.
+        slab_bytes: Memory through which a loader's workers send batches: see
+            `limits.set_slab_bytes`.
+    """
 
     leased_bytes: int
-    """Of the pool: in use by tensors, by a device that has not finished with memory that came back,
-    or not yet made."""
     free_bytes: int
-    """Of the pool: pinned, and ready for the next lease."""
     limit_bytes: int
-    """The limit on the two above together: see `limits.set_pinned_bytes`."""
     staging_bytes: int
-    """Memory that stages copies to and from all devices, batches of `prefetch` included."""
     torch_bytes: int | None
-    """Memory that torch's allocator has, in use or kept for reuse. None: this torch does not tell.
-    Results on the host are there."""
     slab_bytes: int
-    """Memory through which a loader's workers send batches: see `limits.set_slab_bytes`."""
 
 
 @keep_out_of_graphs("lease()")
@@ -92,8 +97,8 @@ def usage() -> Usage:
     return Usage(*_C.pinned_use(), _C.pinned_slab_bytes())
 
 
-@keep_out_of_graphs("pinned.staging_bytes()")
-def staging_bytes(device: Device) -> int:
+@keep_out_of_graphs("pinned.staging_buffer_bytes()")
+def staging_buffer_bytes(device: Device) -> int:
     """Return the number of bytes of pinned memory that currently stage copies to and from `device`.
 
     Prefetched batches that wait to be sent have memory of their own, which is not counted here: see
@@ -103,21 +108,21 @@ def staging_bytes(device: Device) -> int:
 
 
 @keep_out_of_graphs("pinned.reserve()")
-def reserve(n_bytes: int) -> int:
-    """Pin `n_bytes` and 0.1 % more beforehand, in one piece; return how many bytes were pinned.
+def reserve(nbytes: int) -> int:
+    """Pin `nbytes` and 0.1 % more beforehand, in one piece; return how many bytes were pinned.
 
-    Later leases of `n_bytes` together take their memory from there without a wait: each is rounded
+    Later leases of `nbytes` together take their memory from there without a wait: each is rounded
     up, for which the 0.1 % are. If the pool has a free piece of that size, nothing is pinned and 0
     is returned. Blocks until the memory is pinned.
 
     Raises:
-        ValueError: `n_bytes` is negative, or more than 2**60.
+        ValueError: `nbytes` is negative, or more than 2**60.
         MemoryError: the pool would exceed its limit, or the system has not that much memory.
         RuntimeError: there is no accelerator, this is a forked child, or the driver refuses it.
     """
-    wanted = integer("n_bytes", n_bytes)
+    wanted = integer("nbytes", nbytes)
     if not 0 <= wanted <= _MOST_BYTES:
-        raise ValueError(f"n_bytes must be from 0 to 2**60; got {wanted}")
+        raise ValueError(f"nbytes must be from 0 to 2**60; got {wanted}")
     device = _accelerator()
     pinned_bytes = wanted + wanted // 1000
     # Threads make the pages, and then the driver registers the whole piece in one call.

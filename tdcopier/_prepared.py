@@ -7,13 +7,12 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
-from typing_extensions import Never
 
-from tdcopier import _C, _checking, _options
+from tdcopier import _C, _checking
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._checking import SourceCheck, checked
 from tdcopier._compile import keep_out_of_graphs
-from tdcopier._options import SENDING, Device, OnUnknown, bool_option
+from tdcopier._options import SENDING, Device, OnUnknown, bool_option, native_options
 from tdcopier._words import counted
 
 __all__ = ["PreparedCopy", "prepare"]
@@ -130,28 +129,28 @@ class PreparedCopy:
         self._example = example
 
     @overload
-    def start_copy(self, batch: np.ndarray[Any, Any]) -> AsyncCopyHandle[torch.Tensor]: ...
+    def start_copy(self, data: np.ndarray[Any, Any]) -> AsyncCopyHandle[torch.Tensor]: ...
     @overload
-    def start_copy(self, batch: T) -> AsyncCopyHandle[T]: ...
+    def start_copy(self, data: T) -> AsyncCopyHandle[T]: ...
     @keep_out_of_graphs("start_copy()")
-    def start_copy(self, batch: Any) -> AsyncCopyHandle[Any]:
+    def start_copy(self, data: Any) -> AsyncCopyHandle[Any]:
         """Start to copy a batch, like `tdcopier.start_copy` with the options given to `prepare`.
 
         Raises:
             Exception: as `tdcopier.start_copy`.
         """
         if _checking.enabled:
-            check = SourceCheck.of_copy(batch, self.device)
-            return checked(self._native.start_copy(batch, SENDING.now), check)
-        return self._native.start_copy(batch, SENDING.now)
+            check = SourceCheck.of_copy(data, self.device)
+            return checked(self._native.start_copy(data, SENDING.now), check)
+        return self._native.start_copy(data, SENDING.now)
 
-    def why_not(self, batch: Any) -> str | None:
+    def why_not(self, data: Any) -> str | None:
         """Return why a batch does not fit, with a path; None if it fits. Counts and copies nothing.
 
         Raises:
             Exception: an error in the batch, as `tdcopier.start_copy`.
         """
-        return self._example.why_not(BatchLayout.of(self._native, batch), self.device)
+        return self._example.why_not(BatchLayout.of(self._native, data), self.device)
 
     @property
     def device(self) -> torch.device:
@@ -202,7 +201,6 @@ def prepare(
     require_pinned_results: bool = False,
     on_unknown: OnUnknown = None,
     reuse_outputs: bool = False,
-    **others: Never,
 ) -> PreparedCopy:
     """Analyse an example batch once, so that copies of batches like it cost less.
 
@@ -236,21 +234,18 @@ def prepare(
             and weak references to them stay valid. Up to four results are kept in this way, each
             until sixteen copies have not used it. Batches of more than 4 MiB are never kept:
             `reuses_outputs` tells whether results are kept.
-        **others: there are no others: keywords of `Tensor.to` are refused with what to do instead.
 
     Raises:
-        TypeError: there is no such option.
         Exception: as `start_copy`.
     """
-    _options.refuse_unknown_options("prepare", others, "reuse_outputs")
-    options = _options.checked_options(
-        use_pinned_staging,
-        pack_cpu_tensors,
-        min_packed_alignment_bytes,
-        max_packed_chunk_bytes,
-        use_background_thread,
+    options = native_options(
+        use_pinned_staging=use_pinned_staging,
+        pack_cpu_tensors=pack_cpu_tensors,
+        min_packed_alignment_bytes=min_packed_alignment_bytes,
+        max_packed_chunk_bytes=max_packed_chunk_bytes,
+        use_background_thread=use_background_thread,
+        require_pinned_results=require_pinned_results,
+        on_unknown=on_unknown,
     )
-    options = _options.options_for_results(options, use_pinned_staging, require_pinned_results)
-    options = _options.options_for_unknown(options, on_unknown)
     native = _C.PreparedCopy(example, device, options, bool_option("reuse_outputs", reuse_outputs))
     return PreparedCopy(native, BatchLayout.of(native, example))

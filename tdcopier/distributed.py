@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from tdcopier._distributed.collectives import all_gather, broadcast, gather, scatter
-from tdcopier._distributed.ends import ChannelClosed, PeerLost
+from tdcopier._distributed.ends import ChannelClosedError, PeerLostError
 from tdcopier._distributed.follower import Follower
 from tdcopier._distributed.publisher import Publisher, PublisherStats
 from tdcopier._distributed.receiver import Receiver, ReceiverStats
-from tdcopier._distributed.rendezvous import LONGEST_S, Address, Options
+from tdcopier._distributed.rendezvous import Address, Options, seconds
 from tdcopier._distributed.sender import Sender, SenderStats
 from tdcopier._distributed.weights import Weights
 from tdcopier._options import Device
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 __all__ = [
-    "ChannelClosed",
+    "ChannelClosedError",
     "Follower",
-    "PeerLost",
+    "PeerLostError",
     "Publisher",
     "PublisherStats",
     "Receiver",
@@ -47,13 +47,17 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def sender(
     dst: int | None = None,
     *,
     store: Store | None = None,
     name: str = "channel",
     slots: int = 2,
-    timeout_s: float = 5.0,
+    peer_timeout_s: float = 5.0,
     connect_timeout_s: float = 60.0,
     host: str | None = None,
     interface: str | None = None,
@@ -81,8 +85,8 @@ def sender(
         name: of the channel in the store.
         slots: number of batches that may be packed, and not yet be given to the network. `start`
             waits if the receiver has no slot for a batch.
-        timeout_s: within this time, in seconds, the channel notices that the receiver has died or
-            stopped.
+        peer_timeout_s: within this time, in seconds, the channel notices that the receiver has
+            died or stopped.
         connect_timeout_s: how long to wait for a receiver.
         host: the name or address of this host, by which the other end reaches it. By default that
             of the host's name.
@@ -94,9 +98,11 @@ def sender(
         RuntimeError: `torch.distributed` has not been initialised, and there is no `store`.
         ValueError: `slots` or a time is not positive; both `host` and `interface` are given, or
             this host has no such address.
-        TypeError: `dst` is not an int.
+        TypeError: an argument has another type than is said here.
     """
-    options = _channel(dst, store, name, slots, timeout_s, connect_timeout_s, host, interface, True)
+    options = _channel(
+        dst, store, name, slots, peer_timeout_s, connect_timeout_s, host, interface, True
+    )
     return Sender(options, slots, checksum=checksum)
 
 
@@ -107,7 +113,7 @@ def receiver(
     store: Store | None = None,
     name: str = "channel",
     slots: int | None = None,
-    timeout_s: float = 5.0,
+    peer_timeout_s: float = 5.0,
     connect_timeout_s: float = 60.0,
     host: str | None = None,
     interface: str | None = None,
@@ -124,12 +130,12 @@ def receiver(
             None: from all that come, in the order in which their batches do.
         device: where batches go. On the host their leaves are views of the memory in which they
             have arrived; a slot whose batch is kept gets other memory.
-        store: as for `sender`, as for `name`, `timeout_s`, `host` and `interface`.
+        store: as for `sender`, as for `name`, `peer_timeout_s`, `host` and `interface`.
         name: of the channel in the store.
         slots: number of batches of each sender that may be here and not be taken. By default 4,
             and up to 16 while their memory is at most 8 MiB. Those that the device, or a result on
             the host, still reads have memory beside these.
-        timeout_s: the time to notice that a sender has died or stopped.
+        peer_timeout_s: the time to notice that a sender has died or stopped.
         connect_timeout_s: how long to wait for what a process that connects says first.
         host: see `sender`.
         interface: see `sender`.
@@ -139,7 +145,7 @@ def receiver(
         RuntimeError, ValueError, TypeError: as `sender`.
     """
     options = _channel(
-        src, store, name, slots, timeout_s, connect_timeout_s, host, interface, False
+        src, store, name, slots, peer_timeout_s, connect_timeout_s, host, interface, False
     )
     return Receiver(options, device, slots, is_for_one=src is not None, allow_pickle=allow_pickle)
 
@@ -149,7 +155,7 @@ def publish(
     *,
     store: Store | None = None,
     name: str = "weights",
-    timeout_s: float = 5.0,
+    peer_timeout_s: float = 5.0,
     connect_timeout_s: float = 60.0,
     host: str | None = None,
     interface: str | None = None,
@@ -178,7 +184,8 @@ def publish(
             in the order of its current stream.
         store: where the processes find each other, as for `sender`.
         name: of the weights in the store.
-        timeout_s: within this time, in seconds, a follower that has died or stopped is noticed.
+        peer_timeout_s: within this time, in seconds, a follower that has died or stopped is
+            noticed.
         connect_timeout_s: how long to wait for what a process that connects says first.
         host: see `sender`.
         interface: see `sender`.
@@ -188,7 +195,7 @@ def publish(
         TypeError: the weights are neither, or a value is not a tensor.
     """
     options = _channel(
-        None, store, name, None, timeout_s, connect_timeout_s, host, interface, False
+        None, store, name, None, peer_timeout_s, connect_timeout_s, host, interface, False
     )
     return Publisher(weights, options)
 
@@ -198,7 +205,7 @@ def follow(
     *,
     store: Store | None = None,
     name: str = "weights",
-    timeout_s: float = 5.0,
+    peer_timeout_s: float = 5.0,
     connect_timeout_s: float = 60.0,
     host: str | None = None,
     interface: str | None = None,
@@ -207,9 +214,9 @@ def follow(
 
     Args:
         weights: as for `publish`, with the same names, shapes and dtypes, on any device.
-        store: as for `publish`, as for `name`, `timeout_s`, `host` and `interface`.
+        store: as for `publish`, as for `name`, `peer_timeout_s`, `host` and `interface`.
         name: of the weights in the store.
-        timeout_s: the time to notice that the publisher has died or stopped.
+        peer_timeout_s: the time to notice that the publisher has died or stopped.
         connect_timeout_s: how long to wait for a publisher.
         host: see `sender`.
         interface: see `sender`.
@@ -218,7 +225,9 @@ def follow(
         ConnectionError: no publisher has come in time.
         RuntimeError, ValueError, TypeError: as `publish`.
     """
-    options = _channel(None, store, name, None, timeout_s, connect_timeout_s, host, interface, True)
+    options = _channel(
+        None, store, name, None, peer_timeout_s, connect_timeout_s, host, interface, True
+    )
     return Follower(weights, options)
 
 
@@ -227,22 +236,20 @@ def _channel(
     store: Store | None,
     name: str,
     slots: int | None,
-    timeout_s: float,
+    peer_timeout_s: float,
     connect_timeout_s: float,
     host: str | None,
     interface: str | None,
     sends: bool,
 ) -> Options:
     """Return the checked options of one end of a channel."""
-    for what, value in (
-        ("slots", slots),
-        ("timeout_s", timeout_s),
-        ("connect_timeout_s", connect_timeout_s),
-    ):
-        if value is not None and not 0 < value < LONGEST_S:
-            raise ValueError(f"{what} must be positive, and less than {LONGEST_S:g}, got {value!r}")
-    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool)):
-        raise TypeError(f"slots is an int, got {slots!r}")
+    peer_timeout_s = seconds("peer_timeout_s", peer_timeout_s)
+    connect_timeout_s = seconds("connect_timeout_s", connect_timeout_s)
+    if slots is not None:
+        if not isinstance(slots, int) or isinstance(slots, bool):
+            raise TypeError(f"slots must be an int; got {slots!r}")
+        if slots < 1:
+            raise ValueError(f"slots must be positive; got {slots}")
     if host is not None and interface is not None:
         raise ValueError("give host or interface, not both")
     if peer is not None and (not isinstance(peer, int) or isinstance(peer, bool)):
@@ -254,8 +261,10 @@ def _channel(
         )
     if store is None:
         store = dist.distributed_c10d._get_default_store()
+    elif not hasattr(store, "check"):
+        raise TypeError(f"store must be a store of torch.distributed; got {store!r}")
     if peer is not None:
         ranks = (dist.get_rank(), peer) if sends else (peer, dist.get_rank())
         name = f"{name}, rank {ranks[0]} to {ranks[1]}"
     address = Address(host, interface).resolve()
-    return Options(store, name, address, float(timeout_s), float(connect_timeout_s))
+    return Options(store, name, address, peer_timeout_s, connect_timeout_s)

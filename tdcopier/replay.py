@@ -8,17 +8,21 @@ it is asked for.
 
 from __future__ import annotations
 
-from tdcopier._distributed.ends import ChannelClosed, PeerLost
+from tdcopier._distributed.ends import ChannelClosedError, PeerLostError
 from tdcopier._replay.client import ReplayClient
 from tdcopier._replay.server import ReplayServer
 from tdcopier._replay.sharded import ShardedReplayClient
 from tdcopier._replay.stats import ReplayStats
 
 __all__ = [
-    "ChannelClosed",
-    "PeerLost",
+    "ChannelClosedError",
+    "PeerLostError",
     "ReplayClient",
     "ReplayServer",
     "ReplayStats",
     "ShardedReplayClient",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

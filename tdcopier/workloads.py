@@ -33,6 +33,11 @@ __all__ = [
     "total_bytes",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 # Objects seen by one camera, or in one sample: spread evenly from minimum to maximum.
 MIN_OBJECTS = 8
 MAX_OBJECTS = 80

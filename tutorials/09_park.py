@@ -72,7 +72,7 @@ note("4 steps")
 weight = model[0].weight
 parked = tdcopier.park([model, optimizer])
 note("park")
-print(f"parked: {parked.bytes:,} bytes")
+print(f"parked: {parked.nbytes:,} bytes")
 
 # %%
 # The tensors are still the same objects, with shapes and without memory, so their use fails.

@@ -113,7 +113,7 @@ def _ours(state: list[torch.Tensor], device: Any) -> Way:
 
     def empty(state: list[torch.Tensor]) -> None:
         handles.append(tdcopier.park(state))
-        handles[-1].wait()
+        handles[-1].wait_parked()
 
     def fill(_: Any) -> None:
         handles.pop().resume()
@@ -171,7 +171,7 @@ def _memory(state: list[torch.Tensor], device: Any, others: int) -> dict[str, An
     peaks = {}
     device.reset_peak_memory_stats(where)
     parked = tdcopier.park(state)
-    parked.wait()
+    parked.wait_parked()
     peaks["park"] = device.max_memory_allocated(where) - before
     while_parked = device.memory_allocated(where) - others
     device.reset_peak_memory_stats(where)

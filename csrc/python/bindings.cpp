@@ -160,6 +160,8 @@ PYBIND11_MODULE(_C, m) {
   tdcopier::check_torch_version();
   tdcopier::watch_forks();
   tdcopier::note_main_thread();
+  py::options docstrings;  // without the signatures that pybind11 knows: the stub has them
+  docstrings.disable_function_signatures();
   m.def("set_hooks", &tdcopier::set_hooks);
   m.doc() = "The copy engine. Use the names of `tdcopier` itself.";
 

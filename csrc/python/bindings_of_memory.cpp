@@ -43,7 +43,7 @@ Raises:
       .def("__enter__", [](py::object self) { return self; })
       .def("__exit__",
            [](PinnedMemory& self, const py::args&) { with_torch_errors([&] { self.close(); }); })
-      .def_property_readonly("bytes", &PinnedMemory::bytes,
+      .def_property_readonly("nbytes", &PinnedMemory::bytes,
                              "Bytes of memory that this keeps pinned; 0 when it is closed.")
       .def_property_readonly("closed", &PinnedMemory::is_closed);
 

@@ -174,16 +174,19 @@ PYBIND11_MODULE(_sim, m) {
     }
   });
 
+  py::options docstrings;
+  docstrings.disable_function_signatures();
   m.attr("MAX_DEVICES") = kMaxDevices;
   bind_controls(m);
   bind_detect(m);
   bind_schedule(m);
 
-  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate")
+  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate", "A gate that a stream waits for: see `busy`.")
       .def(py::init(&Gate::make))
-      .def("open", &Gate::open, Release())
-      .def("is_open", &Gate::is_open, Release())
-      .def("wait_until_reached", &Gate::wait_until_reached, Release());
+      .def("open", &Gate::open, "Let all streams that wait, now or later, continue.", Release())
+      .def("is_open", &Gate::is_open, "Return whether streams pass.", Release())
+      .def("wait_until_reached", &Gate::wait_until_reached,
+           "Block until an operation has reached the gate, or the gate is open.", Release());
 
   m.def("enable", &enable, py::arg("devices"));
   m.def("stream_maker", [] { return py::capsule(&g_stream_maker, "tdcopier.StreamMaker"); });

@@ -73,7 +73,7 @@ def act(store: dist.Store, seed: int) -> int:
             signs = torch.where(points @ direction > 0, 1.0, -1.0)
             sender.start({"points": points, "scores": scores, "signs": signs})
             followed.update()
-    except distributed.ChannelClosed:
+    except distributed.ChannelClosedError:
         return followed.version
     finally:
         sender.close()

@@ -30,7 +30,7 @@ from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tdcopier import distributed
-from tdcopier.replay import ChannelClosed, PeerLost, ReplayClient, ReplayServer
+from tdcopier.replay import ChannelClosedError, PeerLostError, ReplayClient, ReplayServer
 from tdcopier.torchrl import PackedLazyTensorStorage, PackedTensorDictReplayBuffer
 
 CAPACITY, BATCH, WIDTH = 100_000, 128, 128
@@ -60,7 +60,7 @@ def learn(store: dist.Store, steps: int) -> list[tuple[float, float]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     agent = sac(3, 1, device, width=WIDTH)
     episodes: list[tuple[float, float]] = []
-    with contextlib.suppress(ChannelClosed), contextlib.ExitStack() as opened:
+    with contextlib.suppress(ChannelClosedError), contextlib.ExitStack() as opened:
         weights = opened.enter_context(distributed.publish(agent.policy, store=store))
         returns = opened.enter_context(distributed.receiver(store=store, name="returns"))
         buffer = opened.enter_context(ReplayClient(store=store, device=device))
@@ -174,7 +174,7 @@ def take_part(role: str, seed: int, options: argparse.Namespace) -> None:
     store = connect(options, is_master=options.role == "serve")
     try:
         serve(store, options.random) if role == "serve" else act(store, seed)
-    except (KeyboardInterrupt, ChannelClosed, PeerLost) as error:
+    except (KeyboardInterrupt, ChannelClosedError, PeerLostError) as error:
         print(f"{role} {seed} ends: {str(error) or 'interrupted'}")
 
 
@@ -206,7 +206,11 @@ def main() -> None:
         if options.picture and episodes:
             draw(episodes, options.picture)
             print(f"wrote {options.picture}")
-    except (KeyboardInterrupt, ChannelClosed, PeerLost) as error:  # Ctrl-C ends the server too
+    except (
+        KeyboardInterrupt,
+        ChannelClosedError,
+        PeerLostError,
+    ) as error:  # Ctrl-C ends the server too
         print(str(error) or "interrupted")
     finally:
         with contextlib.suppress(RuntimeError):  # the server is gone, and its store

@@ -195,7 +195,7 @@ def gather_in_use(device: torch.device) -> str:
     On a CUDA device this creates a context and compiles the kernel, unless they exist.
     """
     lack = _C.why_no_segment_kernel(device)
-    return f"portable (torch._foreach_copy_); of the kernel: {lack}" if lack else "one kernel"
+    return f"torch._foreach_copy_, without the kernel: {lack}" if lack else "one kernel"
 
 
 def _asked(question: Callable[[], _Answer]) -> _Answer | Unknown:

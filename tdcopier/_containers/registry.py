@@ -194,11 +194,14 @@ def unregister(cls: type) -> None:
     Copies that have been started keep to the registration.
 
     Raises:
+        TypeError: `cls` is no class.
         ValueError: `cls` is not registered.
     """
+    if not isinstance(cls, type):
+        raise TypeError(f"cls must be a class; got {cls!r}")
     with _lock:
-        if not isinstance(cls, type) or _registration_of(cls) is None:
-            raise ValueError(f"{getattr(cls, '__qualname__', cls)!s} is not registered")
+        if _registration_of(cls) is None:
+            raise ValueError(f"{cls.__qualname__} is not registered")
         _forget_rules()
         del _registered[cls]
 

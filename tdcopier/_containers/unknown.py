@@ -77,6 +77,9 @@ class UnknownTypeWarning(UserWarning):
     """
 
 
+UnknownTypeWarning.__module__ = "tdcopier.containers"
+
+
 def is_plain(cls: type) -> bool:
     """Return whether opaque values of the class are known to be plain data."""
     if any(_is_listed(base) for base in cls.__mro__):

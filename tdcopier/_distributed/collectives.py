@@ -196,7 +196,7 @@ def all_gather(tree: Any, *, group: Group | None = None, device: Device | None =
 def _checked(trees: Any, ranks: Ranks) -> Sequence[Any]:
     if not isinstance(trees, (list, tuple)):
         raise TypeError(
-            f"trees must be a list or tuple of one tree for each rank; got a {type(trees).__name__}"
+            f"trees must be a list or tuple of one tree for each rank; got {type(trees).__name__}"
         )
     if len(trees) != len(ranks.members):
         raise ValueError(

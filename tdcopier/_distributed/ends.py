@@ -20,12 +20,15 @@ _LOOKS_S = 1.0
 """Between two looks in a wait, whether or not the bell rings."""
 
 
-class ChannelClosed(EOFError):
+class ChannelClosedError(EOFError):
     """The other end, or this one, has closed the channel."""
 
 
-class PeerLost(ConnectionError):
+class PeerLostError(ConnectionError):
     """The process at the other end has ended, or has not answered for the channel's timeout."""
+
+
+ChannelClosedError.__module__ = PeerLostError.__module__ = "tdcopier.distributed"
 
 
 class End:
@@ -33,8 +36,8 @@ class End:
 
     _what = "an end of a channel"
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s, self._process = timeout_s, os.getpid()
+    def __init__(self, peer_timeout_s: float) -> None:
+        self._peer_timeout_s, self._process = peer_timeout_s, os.getpid()
         self._bell = _C.Bell()
         """Rings when a link, or this end, has changed."""
         self._is_closed = self._is_open = False
@@ -73,7 +76,7 @@ class End:
         if self._is_forked():
             raise RuntimeError(f"this {self._what} belongs to the process that forked this one")
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, *, timeout_s: float | None = None) -> None:
         """Close this end."""
         raise NotImplementedError
 
@@ -102,7 +105,7 @@ _open_ends: weakref.WeakSet[End] = weakref.WeakSet()
 def _close_at_exit() -> None:
     for end in list(_open_ends):
         with contextlib.suppress(TimeoutError, ConnectionError):  # the other end cannot be told
-            end.close(timeout_s=end.timeout_s)
+            end.close(timeout_s=end._peer_timeout_s)
         if not end._is_forked():
             end._end()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tdcopier._distributed.ends import ChannelClosed, End, PeerLost
+from tdcopier._distributed.ends import ChannelClosedError, End, PeerLostError
 from tdcopier._distributed.link import Link
 from tdcopier._distributed.messages import Arrived
 from tdcopier._distributed.rendezvous import Options, join
@@ -26,14 +26,14 @@ class Follower(End):
 
     def __init__(self, weights: Weights, options: Options) -> None:
         """Find the publisher."""
-        super().__init__(options.timeout_s)
+        super().__init__(options.peer_timeout_s)
         self._weights, self._names = weights, list[str]()
         pinned = any(tensor.device.type not in ("cpu", "meta") for tensor in self._own().values())
         torch.empty(1, pin_memory=pinned)  # raises here, and not of the publisher
         self._link = Link(
             join(options, "publisher"),
             self._bell,
-            self.timeout_s,
+            self._peer_timeout_s,
             "publisher",
             receives=True,
             slots=_SLOTS,
@@ -55,7 +55,7 @@ class Follower(End):
         """The version that the weights have; 0: none was there yet."""
         return self._version
 
-    def update(self, timeout_s: float | None = 0.0) -> int:
+    def update(self, *, timeout_s: float | None = 0.0) -> int:
         """Write the newest version that has come to the weights, and return its number.
 
         Call it between two steps: nothing else writes them. They are written in place, on their
@@ -66,8 +66,9 @@ class Follower(End):
                 not at all. None: without limit.
 
         Raises:
-            ChannelClosed: the publisher has closed, and all that it has sent is written.
-            PeerLost: the publisher has ended, or does not answer; the weights stay as they are.
+            ChannelClosedError: the publisher has closed, and all that it has sent is written.
+            PeerLostError: the publisher has ended, or does not answer; the weights stay as they
+                are.
             ValueError: its weights have other names, shapes or dtypes, or a message cannot be read;
                 the weights stay as they are.
         """
@@ -79,7 +80,7 @@ class Follower(End):
                 self._arrived.clear()  # if one of these raises, the next call repeats it
         return self._version
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, *, timeout_s: float | None = None) -> None:
         """Follow no more. The weights stay as they are. May be repeated.
 
         Raises:
@@ -102,13 +103,13 @@ class Follower(End):
 
     def _has_news(self) -> bool:
         if self._is_closed:
-            raise ChannelClosed("this follower is closed")
+            raise ChannelClosedError("this follower is closed")
         if self._arrived or self._link.waiting:
             return True
         if self._link.peer_closes:
-            raise ChannelClosed(f"the publisher, {self.peer}, has closed")
+            raise ChannelClosedError(f"the publisher, {self.peer}, has closed")
         if (lost := self._link.why_lost) is not None:
-            raise PeerLost(lost)
+            raise PeerLostError(lost)
         return False
 
     def _write(self, message: Arrived) -> int:

@@ -16,8 +16,8 @@ class Hub(End):
 
     _listener: Listener
 
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__(timeout_s)
+    def __init__(self, peer_timeout_s: float) -> None:
+        super().__init__(peer_timeout_s)
         self._lock = threading.RLock()
         """Of the links."""
         self._links: list[Link] = []

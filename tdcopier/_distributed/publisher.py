@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from tdcopier._copy import start_copy
-from tdcopier._distributed.ends import ChannelClosed
+from tdcopier._distributed.ends import ChannelClosedError
 from tdcopier._distributed.hub import Hub
 from tdcopier._distributed.link import Link
 from tdcopier._distributed.messages import Packer
@@ -54,7 +54,7 @@ class Publisher(Hub):
 
     def __init__(self, weights: Weights, options: Options) -> None:
         """Begin to listen for followers, and publish the first version."""
-        super().__init__(options.timeout_s)
+        super().__init__(options.peer_timeout_s)
         self._weights = weights
         self._publishing = threading.Lock()
         self._packer = Packer(_MESSAGES)
@@ -91,16 +91,16 @@ class Publisher(Hub):
 
         The weights may be changed as soon as the call returns. A follower that has not read the
         messages before gets all weights when it has; no call waits for it. One that dies or stops
-        while a message is half sent can hold one call for `timeout_s`. If neither a value nor a
-        name has changed, there is no new version.
+        while a message is half sent can hold one call for `peer_timeout_s`. If neither a value nor
+        a name has changed, there is no new version.
 
         Raises:
-            ChannelClosed: it is closed.
+            ChannelClosedError: it is closed.
         """
         self._check_process()
         with self._publishing:
             if self._is_closed:
-                raise ChannelClosed("this publisher is closed")
+                raise ChannelClosedError("this publisher is closed")
             weights = named(self._weights)  # a parameter may have been replaced
             with torch.inference_mode(False):  # the messages are used in other modes too
                 tensors = [each.detach().resolve_conj().resolve_neg() for each in weights.values()]
@@ -114,7 +114,7 @@ class Publisher(Hub):
                     self._take(changed, layout, tensors)
             return self._version
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, *, timeout_s: float | None = None) -> None:
         """Tell the followers that no version follows. May be repeated.
 
         Followers that read on get the last version before. Those that do not are waited for as long
@@ -128,7 +128,7 @@ class Publisher(Hub):
         self._listener.close(timeout_s)
         with self._publishing:
             self._is_closed = True
-        self._wait(self._all_are_told, self.timeout_s)
+        self._wait(self._all_are_told, self._peer_timeout_s)
         with self._lock:
             for link in self._links:
                 link.close()
@@ -210,7 +210,7 @@ class Publisher(Hub):
     # ---- followers -------------------------------------------------------------------------------
 
     def _meet(self, found: Found) -> None:
-        link = _Follower(found, self._bell, self.timeout_s, "follower")
+        link = _Follower(found, self._bell, self._peer_timeout_s, "follower")
         with self._lock:
             self._links.append(link)
             if self._is_closed:

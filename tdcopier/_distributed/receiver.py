@@ -9,7 +9,7 @@ import torch
 
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._copy import start_copy
-from tdcopier._distributed.ends import ChannelClosed, PeerLost
+from tdcopier._distributed.ends import ChannelClosedError, PeerLostError
 from tdcopier._distributed.hub import Hub
 from tdcopier._distributed.link import Link
 from tdcopier._distributed.messages import Arrived
@@ -56,8 +56,9 @@ class Receiver(Hub):
         allow_pickle: bool,
     ) -> None:
         """Begin to listen for senders, or for one."""
-        super().__init__(options.timeout_s)
+        super().__init__(options.peer_timeout_s)
         self._device, self._slots, self._allow_pickle = device, slots, allow_pickle
+        start_copy(None, device)  # raises here, and not where a batch has come
         self._pinned = torch.device(device).type not in ("cpu", "meta")
         torch.empty(1, pin_memory=self._pinned)  # raises here, and not where senders come
         self._is_for_one = is_for_one
@@ -85,7 +86,7 @@ class Receiver(Hub):
 
     # ---- batches ---------------------------------------------------------------------------------
 
-    def next(self, timeout_s: float | None = None) -> AsyncCopyHandle[Any]:
+    def next(self, *, timeout_s: float | None = None) -> AsyncCopyHandle[Any]:
         """Return the copy of the next batch to the device, which has been started.
 
         Batches of one sender come in its order.
@@ -94,8 +95,8 @@ class Receiver(Hub):
             timeout_s: how long to wait for one; None: without limit.
 
         Raises:
-            ChannelClosed: this end is closed; or there is one sender, which has closed.
-            PeerLost: there is one sender, which has ended or does not answer.
+            ChannelClosedError: this end is closed; or there is one sender, which has closed.
+            PeerLostError: there is one sender, which has ended or does not answer.
             TimeoutError: no batch has come in time.
             ValueError: this batch cannot be read; for example it needs a pickle, and `allow_pickle`
                 is false, or its checksum differs. The next one can be taken.
@@ -125,7 +126,7 @@ class Receiver(Hub):
         while True:
             try:
                 handle = self.next()
-            except ChannelClosed:
+            except ChannelClosedError:
                 return
             yield handle.wait()
 
@@ -144,17 +145,17 @@ class Receiver(Hub):
 
     def _check_open(self, links: Sequence[Link]) -> None:
         if self._is_closed:
-            raise ChannelClosed("this receiver is closed")
+            raise ChannelClosedError("this receiver is closed")
         if not self._is_for_one:
             return
         if self._lost:
-            raise PeerLost(self._lost[0])
+            raise PeerLostError(self._lost[0])
         if self._closed_peers and not links:
-            raise ChannelClosed("the sender has closed the channel")
+            raise ChannelClosedError("the sender has closed the channel")
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, *, timeout_s: float | None = None) -> None:
         """Tell the senders that no batch is taken any more, and drop those that have come.
 
         Results stay as they are. May be repeated.
@@ -187,7 +188,7 @@ class Receiver(Hub):
             link = Link(
                 found,
                 self._bell,
-                self.timeout_s,
+                self._peer_timeout_s,
                 "sender",
                 receives=True,
                 slots=self._slots,

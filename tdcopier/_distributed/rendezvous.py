@@ -44,6 +44,21 @@ _MOST_BYTES = 4096
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
+def seconds(name: str, value: object, *, zero: bool = False) -> float:
+    """Return a time limit that the caller gives.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative, or longer than the system can wait; or it is 0, and not `zero`.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number of seconds; got {value!r}")
+    if not 0 <= value < LONGEST_S or (value == 0 and not zero):
+        least = "not be negative" if zero else "be positive"
+        raise ValueError(f"{name} must {least}, and less than {LONGEST_S:g}; got {value!r}")
+    return float(value)
+
+
 class Address(NamedTuple):
     """Where a process can be reached by others; by default, by the name of its host."""
 
@@ -62,7 +77,9 @@ class Address(NamedTuple):
             if self.host is not None:
                 return _own_address(self.host)
         except OSError as error:
-            raise ValueError(f"host or interface: {error}") from None
+            given = self.host if self.interface is None else self.interface
+            what = "host" if self.interface is None else "interface"
+            raise ValueError(f"{what} {given!r}: {error}") from None
         with contextlib.suppress(OSError):  # the host's name may be that of no address
             return _own_address(socket.gethostname())
         return _own_address("localhost")
@@ -75,7 +92,7 @@ class Options(NamedTuple):
     name: str
     address: str
     """Of this process."""
-    timeout_s: float
+    peer_timeout_s: float
     connect_timeout_s: float
 
     def own_store(self) -> Store:
@@ -111,7 +128,7 @@ def join(options: Options, what: str = "receiver") -> Found:
         try:
             if store.check([key]):
                 # One that is stopped takes the connection and says nothing; the next may come.
-                left_s = min(end - time.monotonic(), options.timeout_s)
+                left_s = min(end - time.monotonic(), options.peer_timeout_s)
                 return _connect(json.loads(store.get(key)), options, max(left_s, _LOOKS_S))
         except (OSError, ValueError) as error:
             found = f"is in the store, and cannot be reached ({error}),"
@@ -333,4 +350,4 @@ def _about(options: Options) -> dict[str, Any]:
     peer = f"{socket.gethostname()}:{os.getpid()}"
     if dist.is_available() and dist.is_initialized():
         peer += f" (rank {dist.get_rank()})"
-    return {"peer": peer, "timeout_s": options.timeout_s}
+    return {"peer": peer, "timeout_s": options.peer_timeout_s}

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tdcopier._distributed.ends import ChannelClosed, End, PeerLost
+from tdcopier._distributed.ends import ChannelClosedError, End, PeerLostError
 from tdcopier._distributed.link import Link
 from tdcopier._distributed.messages import Packer, checksum_of
 from tdcopier._distributed.rendezvous import Options, join
@@ -38,9 +38,9 @@ class Sender(End):
 
     def __init__(self, options: Options, slots: int, *, checksum: bool) -> None:
         """Find the receiver."""
-        super().__init__(options.timeout_s)
+        super().__init__(options.peer_timeout_s)
         found = join(options, self._peer_is)
-        self._link = Link(found, self._bell, options.timeout_s, self._peer_is)
+        self._link = Link(found, self._bell, options.peer_timeout_s, self._peer_is)
         self._checksum = checksum
         self._starting = threading.RLock()
         self._slots, self._packer = slots, Packer(slots)
@@ -69,8 +69,8 @@ class Sender(End):
             timeout_s: how long to wait for the receiver; None: as long as it is there.
 
         Raises:
-            ChannelClosed: either end has closed the channel.
-            PeerLost: the receiver has ended, or does not answer.
+            ChannelClosedError: either end has closed the channel.
+            PeerLostError: the receiver has ended, or does not answer.
             TimeoutError: the receiver took no batch in time; this one is not sent.
             Exception: what `pack` raises; the batch is not sent.
         """
@@ -85,32 +85,32 @@ class Sender(End):
             checksum = checksum_of(parcel._bytes) if self._checksum else 0
             if not self._link.send(parcel, checksum):
                 self._check_open()
-                raise PeerLost(f"the {self._peer_is}, {self.peer}, is gone")
+                raise PeerLostError(f"the {self._peer_is}, {self.peer}, is gone")
             self._nbytes += parcel.nbytes
 
-    def flush(self, timeout_s: float | None = None) -> None:
+    def flush(self, *, timeout_s: float | None = None) -> None:
         """Wait until the receiver's process has all batches.
 
         Raises:
-            ChannelClosed: the receiver has closed before it had all of them.
-            PeerLost: the receiver has ended, or does not answer.
+            ChannelClosedError: the receiver has closed before it had all of them.
+            PeerLostError: the receiver has ended, or does not answer.
             TimeoutError: it has not said so in time.
         """
         self._check_process()
         self._link.ask()
         self._wait_until(lambda: self._link.all_have_arrived or self._link.has_ended, timeout_s)
         if self._is_lost():
-            raise PeerLost(self._link.why_lost)
+            raise PeerLostError(self._link.why_lost)
         if not self._link.all_have_arrived:
-            raise ChannelClosed(f"the {self._peer_is}, {self.peer}, has closed the channel")
+            raise ChannelClosedError(f"the {self._peer_is}, {self.peer}, has closed the channel")
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, *, timeout_s: float | None = None) -> None:
         """Say that nothing follows, and wait until the receiver's process has all batches.
 
         A receiver that has closed takes no more of them. May be repeated.
 
         Raises:
-            PeerLost: the receiver has ended, or does not answer: batches may be lost.
+            PeerLostError: the receiver has ended, or does not answer: batches may be lost.
             TimeoutError: it has not answered in time.
         """
         if self._is_forked():  # it has no end of it
@@ -122,13 +122,14 @@ class Sender(End):
         self._wait_until(lambda: self._link.has_ended, timeout_s)
         self._end()
         if self._is_lost():
-            raise PeerLost(self._link.why_lost)
+            raise PeerLostError(self._link.why_lost)
 
     def __del__(self) -> None:
         """Send what was started: a sender that is dropped closes, and waits as at exit."""
-        if self._is_open and not self._is_closed and not self._is_forked():
+        is_open = getattr(self, "_is_open", False)  # no receiver may have come
+        if is_open and not self._is_closed and not self._is_forked():
             with contextlib.suppress(TimeoutError, ConnectionError):  # no one could be told
-                self.close(timeout_s=self.timeout_s)
+                self.close(timeout_s=self._peer_timeout_s)
 
     def _state(self) -> str:
         state = "closed" if self._is_closed else "lost" if self._is_lost() else "open"
@@ -173,8 +174,8 @@ class Sender(End):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ChannelClosed("this sender is closed")
+            raise ChannelClosedError("this sender is closed")
         if self._link.peer_closes:
-            raise ChannelClosed(f"the {self._peer_is}, {self.peer}, has closed the channel")
+            raise ChannelClosedError(f"the {self._peer_is}, {self.peer}, has closed the channel")
         if self._is_lost():
-            raise PeerLost(self._link.why_lost)
+            raise PeerLostError(self._link.why_lost)

@@ -153,7 +153,7 @@ class Parked:
         parking.handle = weakref.ref(self)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of the storages that this handle parks, resumed or not."""
         return sum(self._parking.memory.sizes_bytes)
 
@@ -166,8 +166,8 @@ class Parked:
         """Return whether all bytes have arrived on the host, or the device failed. Never blocks."""
         return self._parking.ready()
 
-    @keep_out_of_graphs("wait()", "nothing parked")
-    def wait(self) -> None:
+    @keep_out_of_graphs("wait_parked()", "nothing parked")
+    def wait_parked(self) -> None:
         """Block until all bytes have arrived on the host.
 
         There is no need to: torch's allocator reuses the memory in the right order without it. But
@@ -215,7 +215,7 @@ class Parked:
     def __repr__(self) -> str:
         """Return the number of bytes, and whether they are parked."""
         state = "parked" if self.is_parked else "resumed"
-        return f"<tdcopier.Parked: {self.bytes} bytes, {state}>"
+        return f"<tdcopier.Parked: {self.nbytes} bytes, {state}>"
 
     def __getattr__(self, name: str) -> Any:
         """Say what to call: the caller takes the handle for the state."""

@@ -48,9 +48,12 @@ class Snapshot:
 
     def __init__(self, tree: Any, copy: ScratchCopy | DeviceCopy, n_bytes: int) -> None:
         """Take over the tree, whose bytes may still be on their way."""
+        if not isinstance(copy, (ScratchCopy, DeviceCopy)):
+            raise TypeError(f"snapshot() makes handles; got {named(copy)}")
         self._tree = tree
         self._copy = copy
-        self._bytes = n_bytes
+        self.nbytes = n_bytes
+        """Bytes of the storages in the result."""
         self._lock = threading.RLock()  # a signal handler may call get(), too
 
     def ready(self) -> bool:
@@ -60,7 +63,7 @@ class Snapshot:
     def __repr__(self) -> str:
         """Return the number of bytes, and whether they have arrived."""
         state = "arrived" if self.ready() else "on its way"
-        return f"<tdcopier.Snapshot: {self._bytes} bytes, {state}>"
+        return f"<tdcopier.Snapshot: {self.nbytes} bytes, {state}>"
 
     def __getattr__(self, name: str) -> Any:
         """Say what to call: the caller takes the handle for the result."""
@@ -81,7 +84,7 @@ class Snapshot:
         Raises:
             Exception: the error of a device that failed during the copy; every time.
         """
-        with self._lock, Progress("waiting for a snapshot", self._bytes) as progress:
+        with self._lock, Progress("waiting for a snapshot", self.nbytes) as progress:
             self._copy.wait(progress)
         return self._tree
 

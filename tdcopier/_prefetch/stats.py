@@ -17,31 +17,36 @@ class PrefetchStats:
     large and `idle_us` is near 0, the reader is always busy: the source or the copy is slower than
     the loop, and a larger `depth` does not help. If both are large, batches arrive unevenly: try a
     larger `depth`. (Without a reader thread, `idle_us` is always 0.)
+
+    Attributes:
+        batches: Batches that were yielded.
+        late_batches: Yielded batches that had not been read when the consumer asked for them.
+        waited_us: Time that consumers waited for these batches: until they were read and, if the
+            host is the target, until they had arrived. Without a reader thread it includes
+            `read_us` and `copy_us`.
+        read_us: Time that the source took to return its batches.
+        copy_us: Time that the reader spent starting copies and waiting until their sources were
+            read.
+        idle_us: Time that the reader waited for room, because `depth` batches were in flight.
+        packed_batches: Batches that were read as parcels: the workers of the source have packed
+            them.
+        slab_batches: Of these, batches that the device reads straight from a worker's slab.
+        why_unpacked: Why workers do not pack, or why the last batch that was not packed was not;
+            None if all batches that workers made were.
+        why_not_in_place: Why the last packed batch that the device could not read in place was not
+            in a pinned slab; None if all were.
     """
 
     batches: int
-    """Batches that were yielded."""
     late_batches: int
-    """Yielded batches that had not been read when the consumer asked for them."""
     waited_us: float
-    """Time that consumers waited for these batches: until they were read and, if the host is the
-    target, until they had arrived. Without a reader thread it includes `read_us` and `copy_us`."""
     read_us: float
-    """Time that the source took to return its batches."""
     copy_us: float
-    """Time that the reader spent starting copies and waiting until their sources were read."""
     idle_us: float
-    """Time that the reader waited for room, because `depth` batches were in flight."""
     packed_batches: int = 0
-    """Batches that were read as parcels: the workers of the source have packed them."""
     slab_batches: int = 0
-    """Of these, batches that the device reads straight from a worker's slab."""
     why_unpacked: str | None = None
-    """Why workers do not pack, or why the last batch that was not packed was not; None if all
-    batches that workers made were."""
     why_not_in_place: str | None = None
-    """Why the last packed batch that the device could not read in place was not in a pinned slab;
-    None if all were."""
 
 
 @dataclass

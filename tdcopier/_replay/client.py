@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from tdcopier._copy import copy
-from tdcopier._distributed.ends import ChannelClosed
+from tdcopier._distributed.ends import ChannelClosedError
+from tdcopier._distributed.rendezvous import seconds
 from tdcopier._options import Device
 from tdcopier._replay.connection import Connection
 from tdcopier._replay.ends import Place
@@ -58,9 +59,9 @@ class ReplayClient:
         device: Device = "cpu",
         batch_size: int | None = None,
         prefetch: int = 2,
-        timeout_s: float = 5.0,
+        peer_timeout_s: float = 5.0,
         connect_timeout_s: float = 60.0,
-        reconnect_s: float = 60.0,
+        reconnect_timeout_s: float = 60.0,
         allow_pickle: bool = False,
         host: str | None = None,
         interface: str | None = None,
@@ -75,9 +76,11 @@ class ReplayClient:
             batch_size: of samples; by default that of the server's buffer.
             prefetch: samples that are asked for ahead. They were drawn before what is written
                 after the call that has asked for them.
-            timeout_s: within this time, in seconds, a server that has died or stopped is noticed.
+            peer_timeout_s: within this time, in seconds, a server that has died or stopped is
+                noticed.
             connect_timeout_s: how long to wait for the server.
-            reconnect_s: how long to wait for another server when this one is lost; 0: not at all.
+            reconnect_timeout_s: how long to wait for another server when this one is lost; 0: not
+                at all.
             allow_pickle: take samples with pickled values, whose code then runs here.
             host: the name or address of this host, by which the server reaches it.
             interface: in place of `host`, the network interface, such as "eth0".
@@ -89,8 +92,7 @@ class ReplayClient:
         """
         if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
             raise ValueError(f"prefetch is a number of samples, got {prefetch!r}")
-        if not reconnect_s >= 0:
-            raise ValueError(f"reconnect_s must not be negative, got {reconnect_s!r}")
+        seconds("reconnect_timeout_s", reconnect_timeout_s, zero=True)
         self._process, self._name, self._device = os.getpid(), name, device
         self._batch_size, self._prefetch = batch_size, prefetch
         self._allow_pickle = allow_pickle
@@ -102,11 +104,11 @@ class ReplayClient:
         """Numbers of the requests of `extend` without a wait."""
         self._is_closed = False
         self._connection = Connection(
-            Place(store, name, timeout_s, host, interface),
+            Place(store, name, peer_timeout_s, host, interface),
             device,
             max(prefetch + _SPARE_SLOTS, _FEWEST_SLOTS),
             connect_timeout_s=connect_timeout_s,
-            reconnect_s=reconnect_s,
+            reconnect_timeout_s=reconnect_timeout_s,
             allow_pickle=allow_pickle,
         )
         _open_clients.add(self)
@@ -127,8 +129,8 @@ class ReplayClient:
                 sent again if the server is lost. Errors are raised by later calls and by `flush`.
 
         Raises:
-            ChannelClosed: this client, or the server, was closed.
-            PeerLost: the server is gone, and none has come in its place.
+            ChannelClosedError: this client, or the server, was closed.
+            PeerLostError: the server is gone, and none has come in its place.
             TimeoutError: too few rows were sampled for the server's `wait_timeout_s`.
             ValueError: a value needs a pickle, and the server does not allow that.
             Exception: what the buffer raises, as the nearest builtin class.
@@ -181,7 +183,7 @@ class ReplayClient:
             return_info: return a pair of the batch and its info, also on the device.
 
         Raises:
-            ChannelClosed, PeerLost: as `extend`.
+            ChannelClosedError, PeerLostError: as `extend`.
             TimeoutError: too few rows were inserted for the server's `wait_timeout_s`.
             Exception: what the buffer raises, as the nearest builtin class.
         """
@@ -192,7 +194,7 @@ class ReplayClient:
         while True:
             try:
                 sampled = self.sample()
-            except ChannelClosed:
+            except ChannelClosedError:
                 return
             yield sampled
 
@@ -206,7 +208,7 @@ class ReplayClient:
             priority: of each row.
 
         Raises:
-            ChannelClosed, PeerLost: as `extend`.
+            ChannelClosedError, PeerLostError: as `extend`.
         """
         self._tell(Kind.UPDATE_PRIORITY, copy((index, priority), "cpu"))
 
@@ -217,7 +219,7 @@ class ReplayClient:
             data: a sample, with its "index" and the buffer's `priority_key`.
 
         Raises:
-            ChannelClosed, PeerLost: as `extend`.
+            ChannelClosedError, PeerLostError: as `extend`.
         """
         key = self._connection.about["priority_key"]
         keys = (tuple(key) if isinstance(key, list) else key, *_OF_PRIORITIES)
@@ -270,7 +272,7 @@ class ReplayClient:
         return self._connection.reconnects
 
     def close(self) -> None:
-        """Tell the server that this client goes. Calls that wait raise ChannelClosed.
+        """Tell the server that this client goes. Calls that wait raise ChannelClosedError.
 
         May be repeated. Samples that were asked for ahead are dropped, and so may be rows that
         `flush` was not called for.

@@ -71,7 +71,7 @@ class Clients:
 
     def close(self, *, is_over: bool) -> None:
         """Take no requests any more. Clients that do not answer are left after the timeout."""
-        timeout_s = self._place.timeout_s
+        timeout_s = self._place.peer_timeout_s
         with self._lock:
             clients = [*self._clients.values(), *self._ending]
             self._clients.clear()
@@ -89,8 +89,8 @@ class Clients:
     def _take_all(self) -> None:
         while True:
             try:
-                message = self._requests.next(self._limited.end_late()).get()
-            except distributed.ChannelClosed:
+                message = self._requests.next(timeout_s=self._limited.end_late()).get()
+            except distributed.ChannelClosedError:
                 return
             except TimeoutError:
                 continue
@@ -162,7 +162,7 @@ class Clients:
                 before.end()
                 self._limited.drop(before)
             client = ServedClient(
-                request.client, request.attempt, connect, self._ended, self._place.timeout_s
+                request.client, request.attempt, connect, self._ended, self._place.peer_timeout_s
             )
             self._clients[request.client] = client
         key = getattr(self._limited.buffer, "priority_key", None)

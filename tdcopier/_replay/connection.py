@@ -28,7 +28,7 @@ class Connection:
         slots: int,
         *,
         connect_timeout_s: float,
-        reconnect_s: float,
+        reconnect_timeout_s: float,
         allow_pickle: bool,
     ) -> None:
         """Find the server."""
@@ -37,7 +37,7 @@ class Connection:
         """What the server has said of itself."""
         self.reconnects = 0
         self._place, self._device, self._slots = place, device, slots
-        self._reconnect_s, self._allow_pickle = reconnect_s, allow_pickle
+        self._reconnect_s, self._allow_pickle = reconnect_timeout_s, allow_pickle
         self._sending = threading.RLock()
         """Of the ends, and of what was sent."""
         self._attempt = self._number = 0
@@ -74,8 +74,8 @@ class Connection:
         """Send a request; return its number. One without an answer may be lost with a server.
 
         Raises:
-            ChannelClosed: this client, or the server, was closed.
-            PeerLost: the server is gone, and none has come in its place.
+            ChannelClosedError: this client, or the server, was closed.
+            PeerLostError: the server is gone, and none has come in its place.
             Exception: what `pack` raises; the request is not sent.
         """
         with self._sending:
@@ -100,7 +100,7 @@ class Connection:
         """Wait for the answer to a request; return its value on the device.
 
         Raises:
-            ChannelClosed, PeerLost: as `ask`.
+            ChannelClosedError, PeerLostError: as `ask`.
             Exception: what the server has raised.
         """
         while True:
@@ -164,7 +164,7 @@ class Connection:
 
     def _note(self, found: Any) -> None:
         if found.number == OVER:
-            self._over = distributed.ChannelClosed("the replay server has closed")
+            self._over = distributed.ChannelClosedError("the replay server has closed")
         elif found.number == FAILED:
             try:
                 found.result()
@@ -239,7 +239,7 @@ class Connection:
             while True:
                 left_s = end - time.monotonic()
                 if left_s <= 0:
-                    self._over = distributed.PeerLost(
+                    self._over = distributed.PeerLostError(
                         f"the replay server is lost ({reason}), and none has come in its place in "
                         f"{self._reconnect_s:g} s"
                     )
@@ -262,15 +262,18 @@ class Connection:
 
     def close(self) -> None:
         """Say that this client goes, and end. Calls that wait in other threads end too."""
-        is_open, self._over = self._over is None, distributed.ChannelClosed("this client is closed")
+        is_open, self._over = (
+            self._over is None,
+            distributed.ChannelClosedError("this client is closed"),
+        )
         with self._came:
             self._came.notify_all()
-        if self._sending.acquire(timeout=self._place.timeout_s):
+        if self._sending.acquire(timeout=self._place.peer_timeout_s):
             try:
                 if is_open:
                     bye = Request(Kind.BYE, self.client, self._attempt, self._number, self._number)
                     with contextlib.suppress(TimeoutError, *LOST):
-                        self._tx.start(bye.message(), timeout_s=self._place.timeout_s)
+                        self._tx.start(bye.message(), timeout_s=self._place.peer_timeout_s)
             finally:
                 self._sending.release()
         self._leave(self._tx, self._rx)
@@ -280,4 +283,4 @@ class Connection:
         for end in (tx, rx):
             if end is not None:
                 with contextlib.suppress(TimeoutError, *LOST):
-                    end.close(timeout_s=self._place.timeout_s)
+                    end.close(timeout_s=self._place.peer_timeout_s)

@@ -14,7 +14,7 @@ from tdcopier._distributed.sender import Sender
 from tdcopier._pack import Parcel
 from tdcopier._replay.messages import Answer
 
-LOST = (distributed.ChannelClosed, distributed.PeerLost)
+LOST = (distributed.ChannelClosedError, distributed.PeerLostError)
 """Errors of ends if the other one is gone, or they are closed."""
 
 
@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
     store: Any
     name: str
-    timeout_s: float
+    peer_timeout_s: float
     host: str | None
     interface: str | None
 
@@ -40,7 +40,7 @@ class Place(NamedTuple):
             self.store,
             name,
             slots,
-            self.timeout_s,
+            self.peer_timeout_s,
             connect_timeout_s,
             self.host,
             self.interface,

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tdcopier._distributed.ends import ChannelClosed
+from tdcopier._distributed.ends import ChannelClosedError
 from tdcopier._replay.limiter import Limiter
 
 
@@ -81,7 +81,7 @@ class LimitedBuffer:
         """Wait for a turn of the calling thread, and hold the lock in it.
 
         Raises:
-            ChannelClosed: the server was closed.
+            ChannelClosedError: the server was closed.
             TimeoutError: the turn has not come in time.
         """
         waiting, queue = _Waiting(None, None, self._wait_timeout_s), self._queues[side]
@@ -161,9 +161,9 @@ class LimitedBuffer:
             self._changed.notify_all()
 
     def check_open(self) -> None:
-        """Raise ChannelClosed if it is closed."""
+        """Raise ChannelClosedError if it is closed."""
         if self._is_closed:
-            raise ChannelClosed("this replay server is closed")
+            raise ChannelClosedError("this replay server is closed")
 
     def _is_turn_of(self, waiting: _Waiting, side: Side) -> bool:
         self.check_open()

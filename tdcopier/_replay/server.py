@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
+from tdcopier._distributed.rendezvous import seconds
 from tdcopier._replay.clients import Clients
 from tdcopier._replay.ends import Place
 from tdcopier._replay.limited_buffer import LimitedBuffer, Side
@@ -56,7 +57,7 @@ class ReplayServer:
         wait_timeout_s: float | None = None,
         state: dict[str, Any] | None = None,
         slots: int | None = None,
-        timeout_s: float = 5.0,
+        peer_timeout_s: float = 5.0,
         connect_timeout_s: float = 60.0,
         allow_pickle: bool = False,
         host: str | None = None,
@@ -83,7 +84,8 @@ class ReplayServer:
             state: of the server whose place this one takes, from its `state_dict`: no client comes
                 before it is loaded.
             slots: batches of each client that may be here, as for `tdcopier.distributed.receiver`.
-            timeout_s: within this time, in seconds, a client that has died or stopped is noticed.
+            peer_timeout_s: within this time, in seconds, a client that has died or stopped is
+                noticed.
             connect_timeout_s: how long to wait for a client that has joined, and ends meanwhile.
             allow_pickle: take batches with pickled values, whose code then runs here.
             host: the name or address of this host, by which clients reach it.
@@ -94,8 +96,8 @@ class ReplayServer:
                 out of range.
         """
         _check(buffer, samples_per_insert, min_size, tolerance)
-        if wait_timeout_s is not None and not wait_timeout_s > 0:
-            raise ValueError(f"wait_timeout_s must be positive, got {wait_timeout_s!r}")
+        if wait_timeout_s is not None:
+            seconds("wait_timeout_s", wait_timeout_s)
         self._process, self._name, self._allow_pickle = os.getpid(), name, allow_pickle
         self._limited = LimitedBuffer(
             buffer, Limiter(samples_per_insert, min_size, tolerance, len(buffer)), wait_timeout_s
@@ -105,7 +107,7 @@ class ReplayServer:
         if state is not None:
             self.load_state_dict(state)
         self._clients = Clients(
-            Place(store, name, timeout_s, host, interface),
+            Place(store, name, peer_timeout_s, host, interface),
             self._limited,
             self._written,
             self._do,
@@ -125,7 +127,7 @@ class ReplayServer:
             update_priority: as for the buffer.
 
         Raises:
-            ChannelClosed: the server was closed.
+            ChannelClosedError: the server was closed.
             TimeoutError: too few rows were sampled for `wait_timeout_s`.
             Exception: what the buffer raises.
         """
@@ -147,7 +149,7 @@ class ReplayServer:
             return_info: return a pair of the batch and its info.
 
         Raises:
-            ChannelClosed: the server was closed.
+            ChannelClosedError: the server was closed.
             TimeoutError: too few rows were inserted for `wait_timeout_s`.
             Exception: what the buffer raises.
         """
@@ -240,9 +242,9 @@ class ReplayServer:
             self._closed.wait()
 
     def close(self, *, restarts: bool = False) -> None:
-        """Serve no more: calls that wait raise ChannelClosed, here and at the clients.
+        """Serve no more: calls that wait raise ChannelClosedError, here and at the clients.
 
-        May be repeated. Clients that do not answer are left after `timeout_s`.
+        May be repeated. Clients that do not answer are left after `peer_timeout_s`.
 
         Args:
             restarts: another server will take this one's place, with its state: clients wait for

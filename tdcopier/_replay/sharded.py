@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from tdcopier._distributed.ends import ChannelClosed
+from tdcopier._distributed.ends import ChannelClosedError
 from tdcopier._replay.client import ReplayClient
 from tdcopier._replay.stats import ReplayStats
 
@@ -120,7 +120,7 @@ class ShardedReplayClient:
         while True:
             try:
                 sampled = self.sample()
-            except ChannelClosed:
+            except ChannelClosedError:
                 return
             yield sampled
 

@@ -62,6 +62,8 @@ from tdcopier.sim._pace import Pace, pace
 from tdcopier.sim._poison import Poison, poison
 from tdcopier.sim._schedule import DeadlockError, Schedule, ScheduledThread, schedule
 
+Gate.__module__ = "tdcopier.sim"
+
 __all__ = [
     "Counts",
     "DeadlockError",

@@ -78,7 +78,7 @@ class Transfers(NamedTuple):
     """A number of transfers, and their total size in bytes."""
 
     transfers: int
-    bytes: int
+    nbytes: int
 
 
 class Counts(NamedTuple):
@@ -142,8 +142,8 @@ def memory_stats(device: DeviceLike = None) -> MemoryStats:
     return MemoryStats(*_sim.memory_stats(device_index(device)))
 
 
-def set_memory_limit_bytes(device: DeviceLike, limit: int | None) -> None:
-    """Let a device reserve no more than ``limit`` bytes; None removes the limit.
+def set_memory_limit_bytes(device: DeviceLike, limit_bytes: int | None) -> None:
+    """Let a device reserve no more than ``limit_bytes``; None removes the limit.
 
     An allocation that would exceed the limit first frees cached memory that no pending work can
     touch, and raises ``torch.OutOfMemoryError`` if that is not enough.
@@ -153,7 +153,7 @@ def set_memory_limit_bytes(device: DeviceLike, limit: int | None) -> None:
         RuntimeError: the simulation is not enabled, or has no such device.
 
     """
-    _sim.set_memory_limit_bytes(device_index(device), limit)
+    _sim.set_memory_limit_bytes(device_index(device), limit_bytes)
 
 
 class PinnedBytes(NamedTuple):
@@ -165,7 +165,7 @@ class PinnedBytes(NamedTuple):
 
 
 def pinned_bytes() -> PinnedBytes:
-    """Return how much host memory is pinned."""
+    """Return how much host memory is pinned, without that of the pool: see `pinned.usage`."""
     return PinnedBytes(*_sim.pinned_bytes())
 
 

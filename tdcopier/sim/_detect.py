@@ -39,6 +39,9 @@ class HazardError(RuntimeError):
         return type(self), (self.hazards,)
 
 
+HazardError.__module__ = "tdcopier.sim"
+
+
 def _described(hazards: tuple[Hazard, ...]) -> str:
     lines = [f"[{hazard.kind}] {hazard.message}" for hazard in hazards]
     return "\n".join([f"{len(hazards)} hazard{'s' if len(hazards) != 1 else ''} found:", *lines])
@@ -52,6 +55,11 @@ class Detector:
         device_index(None)
         self._leaks = leaks
         self._found: tuple[Hazard, ...] | None = None
+
+    def __repr__(self) -> str:
+        """Return how many hazards were found, or that it has not begun."""
+        found = "not begun" if self._found is None else f"{len(self._found)} hazards"
+        return f"<tdcopier.sim.Detector: {found}>"
 
     def __enter__(self) -> Self:
         _staging_bytes()  # frees buffers beyond the limit before anything is counted

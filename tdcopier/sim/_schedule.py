@@ -47,6 +47,11 @@ class ScheduledThread:
             self._function = None  # drops its references while this thread has the turn
             _sim.schedule_leave()
 
+    def __repr__(self) -> str:
+        """Return its name, and whether it has been joined."""
+        state = "joined" if self._joined else "not joined"
+        return f"<tdcopier.sim.ScheduledThread {self._thread.name!r}: {state}>"
+
     @property
     def is_joined(self) -> bool:
         """Whether :meth:`join` has returned the function's result or raised its exception."""
@@ -89,6 +94,10 @@ class Schedule:
         self._record: tuple[list[str], int, int, int, str, bool] | None = None
         self._collects = False
         self._is_on = False
+
+    def __repr__(self) -> str:
+        """Return the seed, and whether it is active."""
+        return f"<tdcopier.sim.Schedule {self.seed}: {'active' if self._is_on else 'not active'}>"
 
     def __enter__(self) -> Self:
         if self._is_on:

@@ -27,6 +27,10 @@ class Scope:
                 self._lasts = False
                 self._end()
 
+    def __repr__(self) -> str:
+        """Return the class, and whether it lasts."""
+        return f"<tdcopier.sim.{type(self).__name__}: {'active' if self._lasts else 'ended'}>"
+
     def __enter__(self) -> Self:
         return self
 

@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from tdcopier import _C
 from tdcopier._prefetch.stream_position import StreamPosition
+from tdcopier._words import counted
 from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
 from tdcopier.torchrl._graphed_step import GraphedStep, captured
 from tdcopier.torchrl._learner_reads import LearnerReads
@@ -123,6 +124,14 @@ class GraphedLearner:
         self._steps = self._replays = self._captures = 0
         self._replays_of_graph = self._short_lived = 0
         self._is_closed = False
+
+    def __repr__(self) -> str:
+        """`<tdcopier.torchrl.GraphedLearner on cuda:0: 100 steps, 97 replays, 1 capture>`, say."""
+        state = ", closed" if self._is_closed else ""
+        return (
+            f"<tdcopier.torchrl.GraphedLearner on {self._device}: {counted(self._steps, 'step')}, "
+            f"{counted(self._replays, 'replay')}, {counted(self._captures, 'capture')}{state}>"
+        )
 
     @property
     def stats(self) -> LearnerStats:

@@ -207,7 +207,7 @@ class LearnerReads:
 
 def _checked_storage(buffer: Any) -> PackedLazyTensorStorage:
     if not isinstance(buffer, PackedTensorDictReplayBuffer):
-        raise TypeError(_WANTED + f"got a {type(buffer).__qualname__}")
+        raise TypeError(_WANTED + f"got {type(buffer).__qualname__}")
     if buffer._delayed_init and not buffer.initialized:
         buffer._init()
     storage = buffer.storage

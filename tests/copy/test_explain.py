@@ -89,7 +89,7 @@ def test_the_row_says_what_the_leaf_is(device, name, direction):
                 assert row.dtype == str(each.dtype).removeprefix("torch.")
                 if row.treatment in ("packed", "alone"):
                     assert row.shape == tuple(each.shape)
-                    assert row.bytes == each.nbytes
+                    assert row.nbytes == each.nbytes
 
 
 @pytest.mark.parametrize(("name", "direction"), REFUSED)
@@ -176,7 +176,7 @@ def test_a_leaf_of_another_layout_has_its_reason_and_its_size(device, name):
         pytest.skip(kind.why_missing(device))
     (row,) = tdcopier.explain({"leaf": kind.make("cpu")}, device)
     reason, size = ONLY_TORCH[name]
-    assert (row.treatment, row.reason, row.bytes) == ("delegated", reason, size)
+    assert (row.treatment, row.reason, row.nbytes) == ("delegated", reason, size)
     assert (row.shape is None) == (name == "nested, strided")
 
 
@@ -245,7 +245,7 @@ class Untouched(torch.Tensor):
 def test_no_code_of_a_leaf_is_called(device):
     leaf = torch.Tensor._make_subclass(Untouched, ramp("cpu", 3))
     (row,) = tdcopier.explain([leaf], device)
-    assert (row.treatment, row.dtype, row.shape, row.bytes) == ("delegated", "float32", (3,), 12)
+    assert (row.treatment, row.dtype, row.shape, row.nbytes) == ("delegated", "float32", (3,), 12)
 
 
 @pytest.mark.sim

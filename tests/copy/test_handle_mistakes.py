@@ -137,7 +137,7 @@ def test_a_plan_is_made_by_prepare_and_not_copied(device):
 
 def test_the_text_of_pinned_memory_says_how_much_and_whether_it_is_closed(device):
     pinned = tdcopier.pin_memory_(torch.ones(1 << 20), device)
-    assert repr(pinned) == f"<tdcopier.pinned.PinnedMemory: {pinned.bytes} bytes, pinned>"
+    assert repr(pinned) == f"<tdcopier.pinned.PinnedMemory: {pinned.nbytes} bytes, pinned>"
     pinned.close()
     assert repr(pinned) == "<tdcopier.pinned.PinnedMemory: closed>"
 

@@ -38,11 +38,11 @@ def test_leaves_are_pinned_until_the_handle_is_closed(device):
     assert data["images"][0].is_pinned()
     assert data["ids"][0].is_pinned()
     assert torch.from_numpy(data["ids"][1]).is_pinned()
-    assert pinned.bytes == 2 * 4 * LARGE + 5 * 8 + 7 * 8
+    assert pinned.nbytes == 2 * 4 * LARGE + 5 * 8 + 7 * 8
     assert not pinned.closed
     pinned.close()
     assert pinned.closed
-    assert pinned.bytes == 0
+    assert pinned.nbytes == 0
     assert not data["images"][0].is_pinned()
     assert not data["ids"][0].is_pinned()
     pinned.close()
@@ -140,7 +140,7 @@ def test_memory_in_one_page_is_pinned_separately(device):
         torch.frombuffer(page.data[at : at + PAGE], dtype=torch.uint8) for at in (0, PAGE)
     )
     with tdcopier.pin_memory_(first, device) as pinned:
-        assert pinned.bytes == PAGE
+        assert pinned.nbytes == PAGE
         assert first.is_pinned()
         assert not second.is_pinned()
         assert_same(second.to(device).cpu(), second)
@@ -157,7 +157,7 @@ def test_a_leaf_is_refused_that_is_pinned_in_part(device):
             tdcopier.pin_memory_({"x": both}, device)
         assert first.is_pinned()
     with tdcopier.pin_memory_([first, both], device) as pinned:
-        assert pinned.bytes == 2 * PAGE
+        assert pinned.nbytes == 2 * PAGE
         assert_same(tdcopier.copy(both, device), both.to(device))
 
 
@@ -184,7 +184,7 @@ def test_parameters_and_shared_memory(device):
 def test_memory_that_torch_pinned_stays_as_it_is(device):
     data = large().pin_memory()
     with tdcopier.pin_memory_([data], device) as pinned:
-        assert pinned.bytes == 0
+        assert pinned.nbytes == 0
     assert data.is_pinned()
 
 

@@ -127,7 +127,7 @@ def test_of_a_packed_result_the_whole_chunk_is_pinned(device, pin_one):
 def test_an_array_over_a_tensor_pins_the_whole_tensor(device):
     table = torch.arange(1000 * 512.0).view(1000, 512)
     with tdcopier.pin_memory_([table[:10].numpy()], device) as pinned:
-        assert pinned.bytes == table.nbytes
+        assert pinned.nbytes == table.nbytes
         assert table[900:].is_pinned()
         assert_same(tdcopier.copy(table, device), table.to(device))
 
@@ -170,7 +170,7 @@ def test_files_are_refused_however_they_were_mapped(device, tmp_path):
 
 def test_leaves_that_need_no_pinning(device):
     with tdcopier.pin_memory_([np.empty((0, 3)), torch.empty(0), "text"], device) as pinned:
-        assert pinned.bytes == 0
+        assert pinned.nbytes == 0
     with pytest.raises(ValueError, match="data has no tensor or array"):
         tdcopier.pin_memory_("text", device)
 
@@ -205,7 +205,7 @@ def test_threads_that_pin_the_same_memory_all_hold_it(device):
         for _ in range(200):
             together.wait()
             pinned = tdcopier.pin_memory_(data, device)
-            held.append(pinned.bytes)
+            held.append(pinned.nbytes)
             assert data.is_pinned()
             together.wait()
             pinned.close()

@@ -154,7 +154,7 @@ def test_the_chunks_of_an_earlier_copy_are_filled_by_a_transfer_each(device, sim
     after = sim.counts().h2d
     assert (handle.stats.packed_leaves, handle.stats.transfers, handle.stats.chunks) == (528, 3, 0)
     assert after.transfers - before.transfers == 3
-    assert after.bytes - before.bytes == handle.stats.transfer_bytes
+    assert after.nbytes - before.nbytes == handle.stats.transfer_bytes
     assert_filled(destination, source)
 
 
@@ -174,7 +174,7 @@ def test_stats_are_what_the_device_counts(way, sim, lies):
     after = sim.counts()
     names = ["h2d", "d2h", "d2d"]
     moved = [getattr(after, name).transfers - getattr(before, name).transfers for name in names]
-    sent = [getattr(after, name).bytes - getattr(before, name).bytes for name in names]
+    sent = [getattr(after, name).nbytes - getattr(before, name).nbytes for name in names]
     assert sum(moved) == handle.stats.transfers
     assert sum(sent) == handle.stats.transfer_bytes
     assert_filled(destination, source)

@@ -28,7 +28,7 @@ def channel(store: Any) -> Iterator[Open]:
 
     def both(device: Any = "cpu", *, of: tuple[str, ...] = (), **options: Any) -> Ends:
         of_sender = {key: options.pop(key) for key in of}
-        common = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
+        common = {"store": store, "peer_timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
         rx = distributed.receiver(device=device, **common, **options)
         opened.append(rx)
         tx = distributed.sender(**common, **of_sender)

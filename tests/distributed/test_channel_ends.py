@@ -34,7 +34,7 @@ def test_closing_ends_a_start_that_waits_in_another_thread(channel):
         try:
             while True:
                 tx.start(torch.zeros(10))
-        except distributed.ChannelClosed as error:
+        except distributed.ChannelClosedError as error:
             ended.append(error)
 
     thread = threading.Thread(target=start_many)
@@ -44,7 +44,7 @@ def test_closing_ends_a_start_that_waits_in_another_thread(channel):
     tx.close(timeout_s=5)
     thread.join(5)
     assert "this sender is closed" in str(ended[0])
-    assert [rx.next(10).get().numel() for _ in range(tx.stats.batches)] == [10] * 4
+    assert [rx.next(timeout_s=10).get().numel() for _ in range(tx.stats.batches)] == [10] * 4
     assert rx.stats.closed_peers == 1
 
 
@@ -53,13 +53,13 @@ def test_an_end_that_is_closed_is_of_no_use(channel):
     assert repr(tx) == f"<Sender to {tx.peer}, open, 0 batches>"
     with tx:
         tx.start(1)
-        assert rx.next(10).get() == 1
+        assert rx.next(timeout_s=10).get() == 1
         assert rx.peers == [tx.peer]  # both ends are in this process
-    with pytest.raises(distributed.ChannelClosed, match="this sender is closed"):
+    with pytest.raises(distributed.ChannelClosedError, match="this sender is closed"):
         tx.start(1)
     rx.close()
     assert repr(rx) == "<Receiver on cpu, closed, 1 batches>"
-    with pytest.raises(distributed.ChannelClosed, match="this receiver is closed"):
+    with pytest.raises(distributed.ChannelClosedError, match="this receiver is closed"):
         rx.next()
     for end in (tx, rx):
         with pytest.raises(TypeError, match="make one in each"):
@@ -72,11 +72,11 @@ def test_what_was_started_arrives_before_the_end(channel):
         tx.start(torch.full((3,), number))
     closing = threading.Thread(target=tx.close)
     closing.start()
-    assert [rx.next(10).get()[0].item() for _ in range(4)] == [0, 1, 2, 3]
+    assert [rx.next(timeout_s=10).get()[0].item() for _ in range(4)] == [0, 1, 2, 3]
     closing.join(5)
     assert not closing.is_alive()
     with pytest.raises(TimeoutError, match=r"no batch has come in 0\.2 s"):
-        rx.next(0.2)  # other senders may come
+        rx.next(timeout_s=0.2)  # other senders may come
     assert rx.stats.closed_peers == 1
     assert rx.peers == []
 
@@ -91,9 +91,9 @@ def test_a_receiver_that_closes_tells_its_senders(channel):
             tx.start(torch.zeros(3))
             time.sleep(0.05)
 
-    with pytest.raises(distributed.ChannelClosed, match="has closed the channel"):
+    with pytest.raises(distributed.ChannelClosedError, match="has closed the channel"):
         start_many()
-    with pytest.raises(distributed.ChannelClosed, match="this receiver is closed"):
+    with pytest.raises(distributed.ChannelClosedError, match="this receiver is closed"):
         rx.next()
     assert list(rx) == []
     tx.close()
@@ -104,7 +104,7 @@ def test_the_next_receiver_of_a_name_gets_the_next_senders(channel):
     rx.close(timeout_s=5)
     again, other = channel()
     again.start(torch.ones(2))
-    assert other.next(10).get().tolist() == [1, 1]
+    assert other.next(timeout_s=10).get().tolist() == [1, 1]
     tx.close()
 
 
@@ -120,7 +120,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_damaged_message_ends_its_sender_alone(store, wrong):
-    options = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
+    options = {"store": store, "peer_timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
     with distributed.receiver(**options) as rx, distributed.sender(**options) as other:
         with connected(store) as tx:
             tx.sendall(WRONG[wrong])
@@ -129,7 +129,7 @@ def test_a_damaged_message_ends_its_sender_alone(store, wrong):
         (problem,) = rx.problems
         assert "is given up: " in problem
         other.start(3)
-        assert rx.next(10).get() == 3
+        assert rx.next(timeout_s=10).get() == 3
 
 
 def connected(store: Any) -> socket.socket:
@@ -146,7 +146,7 @@ def test_results_outlive_the_channel(channel, device):
     kept = []
     for number in range(6):
         tx.start({"a": torch.full((3000,), number)})
-        kept.append(rx.next(10).wait())
+        kept.append(rx.next(timeout_s=10).wait())
     tx.close(timeout_s=5)
     rx.close(timeout_s=5)
     del tx, rx
@@ -171,7 +171,7 @@ def test_a_forked_child_cannot_use_an_end(channel):
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     tx.start(1)
-    assert rx.next(10).get() == 1
+    assert rx.next(timeout_s=10).get() == 1
 
 
 def test_threads_close_an_end_at_once(channel):
@@ -179,7 +179,7 @@ def test_threads_close_an_end_at_once(channel):
         tx, rx = channel()
         tx.start(torch.zeros(10))
         with ThreadPoolExecutor(4) as pool:
-            for each in [pool.submit(end.close, 5) for end in (tx, rx, tx, rx)]:
+            for each in [pool.submit(end.close, timeout_s=5) for end in (tx, rx, tx, rx)]:
                 each.result(10)
 
 
@@ -191,7 +191,7 @@ store = dist.HashStore()
 rx = distributed.receiver(store=store, host="127.0.0.1")
 tx = distributed.sender(store=store, host="127.0.0.1")
 tx.start(1)
-assert rx.next(5).get() == 1
+assert rx.next(timeout_s=5).get() == 1
 child = os.fork()
 if child == 0:
     assert repr(tx) == "<Sender of the process that forked this one>"
@@ -206,9 +206,9 @@ while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
     time.sleep(0.01)
 assert ended[1] == 0
 tx.start(2)
-assert rx.next(5).get() == 2
-tx.close(5)
-rx.close(5)
+assert rx.next(timeout_s=5).get() == 2
+tx.close(timeout_s=5)
+rx.close(timeout_s=5)
 print("closed")
 """
 
@@ -222,13 +222,13 @@ def test_a_forked_child_ends_with_the_ends_of_its_parent(drops):
 def test_a_receiver_that_only_takes_batches_lets_go_of_its_senders(channel, store):
     first, rx = channel()
     for number in range(10):
-        with distributed.sender(store=store, timeout_s=TIMEOUT_S, host="127.0.0.1") as tx:
+        with distributed.sender(store=store, peer_timeout_s=TIMEOUT_S, host="127.0.0.1") as tx:
             tx.start(number)
-            assert rx.next(10).get() == number
+            assert rx.next(timeout_s=10).get() == number
     first.start(10)
-    assert rx.next(10).get() == 10
+    assert rx.next(timeout_s=10).get() == 10
     with pytest.raises(TimeoutError):
-        rx.next(0.1)
+        rx.next(timeout_s=0.1)
     assert len(rx._links) == 1
 
 
@@ -237,8 +237,8 @@ def test_flush_says_that_the_receiver_has_dropped_batches(channel, monkeypatch):
     tx.start(1)
     rx.close(timeout_s=10)
     monkeypatch.setattr(type(tx._link), "all_have_arrived", False)  # as of those that were not sent
-    with pytest.raises(distributed.ChannelClosed, match="has closed the channel"):
-        tx.flush(10)
+    with pytest.raises(distributed.ChannelClosedError, match="has closed the channel"):
+        tx.flush(timeout_s=10)
 
 
 ENDS_AS_A_CHILD = """
@@ -256,7 +256,7 @@ store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 rx = distributed.receiver(store=store, host="127.0.0.1")
 child = multiprocessing.get_context("fork").Process(target=send)
 child.start()
-print([rx.next(10).get()[-1].item() for _ in range(4)])
+print([rx.next(timeout_s=10).get()[-1].item() for _ in range(4)])
 child.join()
 while rx.stats.open_peers:
     rx._bell.wait(rx._bell.count, 0.1)
@@ -293,14 +293,14 @@ def test_an_end_that_could_not_be_made_keeps_no_other_from_closing():
 def test_an_open_channel_needs_no_store():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     other = dist.TCPStore("127.0.0.1", store.port, is_master=False)  # type: ignore[attr-defined]
-    rx = distributed.receiver(store=other, timeout_s=TIMEOUT_S)
-    with distributed.sender(store=other, timeout_s=TIMEOUT_S) as tx:
+    rx = distributed.receiver(store=other, peer_timeout_s=TIMEOUT_S)
+    with distributed.sender(store=other, peer_timeout_s=TIMEOUT_S) as tx:
         tx.start(1)
-        assert rx.next(10).get() == 1
+        assert rx.next(timeout_s=10).get() == 1
         del store
         gc.collect()
         tx.start(2)
-        assert rx.next(10).get() == 2
+        assert rx.next(timeout_s=10).get() == 2
     rx.close(timeout_s=10)
 
 
@@ -313,7 +313,7 @@ def test_a_call_waits_for_another_threads_no_longer_than_it_may(channel):
         with pytest.raises(TimeoutError, match=r"in 0\.2 s"):
             tx.start(5, timeout_s=0.2)
         tx.flush(timeout_s=5)  # what the other one has started is there
-        assert [rx.next(10).get() for _ in range(4)] == [0, 1, 2, 3]
+        assert [rx.next(timeout_s=10).get() for _ in range(4)] == [0, 1, 2, 3]
         other.result()
 
 
@@ -344,7 +344,7 @@ for number in itertools.count():
     size = choose.choice([3, 30_000])
     for call in (
         lambda: tx.start((number, torch.full((size,), number)), timeout_s=0.01),
-        lambda: seen.append(rx.next(0.01).get()),
+        lambda: seen.append(rx.next(timeout_s=0.01).get()),
     ):
         try:
             is_inside = True
@@ -362,13 +362,13 @@ while not seen or seen[-1][0] != number:
         tx.start((number, torch.full((3,), number)), timeout_s=0.1)
     except TimeoutError:
         pass  # interrupted calls have left both slots full
-    seen.append(rx.next(5).get())
+    seen.append(rx.next(timeout_s=5).get())
 numbers = [each[0] for each in seen]
 assert numbers == sorted(numbers), numbers
 assert len(set(numbers[:-20])) == len(numbers[:-20]), numbers
 assert all(each[1].eq(each[0]).all() for each in seen)
-tx.close(5)
-rx.close(5)
+tx.close(timeout_s=5)
+rx.close(timeout_s=5)
 assert rx.stats.lost_peers == 0, rx.problems
 print("closed")
 """
@@ -381,7 +381,7 @@ def test_an_interrupt_ends_a_call_and_not_the_channel():
 def test_ends_close_at_the_same_time_or_one_after_the_other(store):
     choose = random.Random(1)
     for number in range(12):
-        options = {"store": store, "timeout_s": TIMEOUT_S, "name": str(number)}
+        options = {"store": store, "peer_timeout_s": TIMEOUT_S, "name": str(number)}
         rx = distributed.receiver(**options)
         tx = distributed.sender(**options)
         for _ in range(choose.randrange(4)):
@@ -389,9 +389,9 @@ def test_ends_close_at_the_same_time_or_one_after_the_other(store):
         ends = [tx, rx] if choose.random() < 0.5 else [rx, tx]
         with ThreadPoolExecutor(2) as pool:
             begin = time.monotonic()
-            closing = [pool.submit(ends[0].close, 5)]
+            closing = [pool.submit(ends[0].close, timeout_s=5)]
             time.sleep(choose.choice([0, 0, 0.01, 0.06]))
-            closing.append(pool.submit(ends[1].close, 5))
+            closing.append(pool.submit(ends[1].close, timeout_s=5))
             for each in closing:
                 each.result()
         assert time.monotonic() - begin < 1.0
@@ -406,7 +406,7 @@ store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 rx = distributed.receiver(store=store)
 tx = distributed.sender(store=store)
 tx.start(torch.ones(2))
-print(rx.next(10).get().tolist())
+print(rx.next(timeout_s=10).get().tolist())
 """
 
 

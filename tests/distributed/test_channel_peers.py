@@ -36,9 +36,9 @@ def peers() -> Iterator[list[Peer]]:
 
 @pytest.mark.parametrize("how", ENDS)
 def test_a_sender_that_ends_is_noticed_and_the_others_go_on(store, peers, how):
-    with distributed.receiver(store=store, timeout_s=TIMEOUT_S) as rx:
+    with distributed.receiver(store=store, peer_timeout_s=TIMEOUT_S) as rx:
         peers += [Peer("send", store.port, name, 3, 1000) for name in ("one", "other")]
-        found = [rx.next(30).get() for _ in range(6)]
+        found = [rx.next(timeout_s=30).get() for _ in range(6)]
         for peer in peers:
             peer.says("sent")
         for name in ("one", "other"):
@@ -51,13 +51,13 @@ def test_a_sender_that_ends_is_noticed_and_the_others_go_on(store, peers, how):
         (problem,) = rx.problems
         assert problem.endswith("has ended") or "has not answered for 2.5 s" in problem
         with pytest.raises(TimeoutError):
-            rx.next(TIMEOUT_S)  # the other one beats
+            rx.next(timeout_s=TIMEOUT_S)  # the other one beats
         assert rx.stats.open_peers == 1
         peers[1].pipe.send("end")
         peers[1].says("closed")
         late = Peer("send", store.port, "late", 1, 10)
         peers.append(late)
-        assert rx.next(30).get()["sender"] == "late"
+        assert rx.next(timeout_s=30).get()["sender"] == "late"
         late.says("sent")
         late.pipe.send("end")
         late.says("closed")
@@ -68,7 +68,7 @@ def test_a_sender_that_ends_is_noticed_and_the_others_go_on(store, peers, how):
 def test_a_receiver_that_ends_is_noticed(store, peers, how, size):
     peers.append(Peer("receive", store.port, 2))
     peers[0].says("listens")
-    tx = distributed.sender(store=store, timeout_s=TIMEOUT_S)
+    tx = distributed.sender(store=store, peer_timeout_s=TIMEOUT_S)
     for number in range(2):
         tx.start(batch_of("test", number, size))
     peers[0].says("received")
@@ -80,13 +80,13 @@ def test_a_receiver_that_ends_is_noticed(store, peers, how, size):
             tx.start(batch_of("test", number, size))
             time.sleep(0.01)
 
-    with pytest.raises(distributed.PeerLost, match=r"has ended|has not answered"):
+    with pytest.raises(distributed.PeerLostError, match=r"has ended|has not answered"):
         start_many()
     assert time.monotonic() - begin < NOTICED_S
-    with pytest.raises(distributed.PeerLost):
+    with pytest.raises(distributed.PeerLostError):
         tx.flush()
     begin = time.monotonic()
-    with pytest.raises(distributed.PeerLost):
+    with pytest.raises(distributed.PeerLostError):
         tx.close()
     assert time.monotonic() - begin < 1.0
 
@@ -97,12 +97,12 @@ def test_the_only_sender_that_ends_ends_the_receiver(store, peers, how):
     peers.append(Peer("send as rank 1", store.port, 2))
     dist.init_process_group("gloo", store=store, rank=0, world_size=2)
     try:
-        rx = distributed.receiver(1, timeout_s=TIMEOUT_S)
-        assert [rx.next(30).get()["number"] for _ in range(2)] == [0, 1]
+        rx = distributed.receiver(1, peer_timeout_s=TIMEOUT_S)
+        assert [rx.next(timeout_s=30).get()["number"] for _ in range(2)] == [0, 1]
         peers[0].says("sent")
         peers[0].signal(ENDS[how])
         begin = time.monotonic()
-        with pytest.raises(distributed.PeerLost, match="rank 1"):
+        with pytest.raises(distributed.PeerLostError, match="rank 1"):
             rx.next()
         assert time.monotonic() - begin < NOTICED_S
         rx.close()
@@ -111,26 +111,26 @@ def test_the_only_sender_that_ends_ends_the_receiver(store, peers, how):
 
 
 def test_a_stopped_sender_that_goes_on_learns_that_it_is_lost(store, peers):
-    with distributed.receiver(store=store, timeout_s=TIMEOUT_S) as rx:
+    with distributed.receiver(store=store, peer_timeout_s=TIMEOUT_S) as rx:
         peers.append(Peer("send", store.port, "one", 1, 10))
-        rx.next(30).get()
+        rx.next(timeout_s=30).get()
         peers[0].says("sent")
         peers[0].signal(signal.SIGSTOP)
         while rx.stats.lost_peers == 0:
             time.sleep(0.01)
         peers[0].signal(signal.SIGCONT)
         peers[0].pipe.send("end")
-        peers[0].says("PeerLost")
+        peers[0].says("PeerLostError")
 
 
 def test_a_sender_that_dies_while_it_joins_holds_up_nobody(store):
     """The receiver waits for it beside the others."""
-    with distributed.receiver(store=store, timeout_s=TIMEOUT_S, connect_timeout_s=1.0) as rx:
+    with distributed.receiver(store=store, peer_timeout_s=TIMEOUT_S, connect_timeout_s=1.0) as rx:
         told = json.loads(store.get("tdcopier/channels/channel"))
         gone = socket.create_connection((told["address"], told["port"]))
-        with distributed.sender(store=store, timeout_s=TIMEOUT_S) as tx:
+        with distributed.sender(store=store, peer_timeout_s=TIMEOUT_S) as tx:
             tx.start(torch.ones(1))
-            assert rx.next(10).get() == 1
+            assert rx.next(timeout_s=10).get() == 1
         while not rx.problems:
             time.sleep(0.01)
         gone.close()

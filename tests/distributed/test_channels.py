@@ -39,7 +39,7 @@ def test_batches_of_any_layout_arrive_in_order(channel, device):
     thread = threading.Thread(target=lambda: [tx.start(tree) for tree in sent])
     thread.start()
     for tree in sent:
-        assert_equal(rx.next(10).get(), tdcopier.copy(tree, device))
+        assert_equal(rx.next(timeout_s=10).get(), tdcopier.copy(tree, device))
     thread.join()
     assert tx.stats.batches == rx.stats.batches == len(sent)
     assert tx.stats.nbytes == rx.stats.nbytes == sum(tdcopier.pack(tree).nbytes for tree in sent)
@@ -53,14 +53,14 @@ def test_a_batch_may_be_changed_as_soon_as_it_is_started(channel, device, makes)
         source["a"].fill_(number)
         tx.start(makes(source))
         source["a"].fill_(-1)
-        assert rx.next(10).get()["a"].eq(number).all()
+        assert rx.next(timeout_s=10).get()["a"].eq(number).all()
 
 
 def test_batches_on_a_device_are_sent_from_there(channel, device):
     tx, rx = channel()
     for number in range(6):
         tx.start({"a": torch.full((1000 * number,), number, device=device), "b": number})
-        found = rx.next(10).get()
+        found = rx.next(timeout_s=10).get()
         assert found["a"].tolist() == [number] * (1000 * number)
         assert found["a"].is_cpu
 
@@ -69,9 +69,9 @@ def test_tensordicts_and_arrays_are_batches(channel, device):
     tx, rx = channel(device)
     batch = TensorDict({"a": torch.rand(3, 2), "b": {"c": torch.arange(3)}}, [3])
     tx.start(batch)
-    assert_same_tensordict(rx.next(10).get(), tdcopier.copy(batch, device))
+    assert_same_tensordict(rx.next(timeout_s=10).get(), tdcopier.copy(batch, device))
     tx.start(np.arange(3.0))
-    assert rx.next(10).get().tolist() == [0, 1, 2]
+    assert rx.next(timeout_s=10).get().tolist() == [0, 1, 2]
 
 
 def test_batches_that_are_kept_stay_as_they_are(channel, device):
@@ -80,7 +80,7 @@ def test_batches_that_are_kept_stay_as_they_are(channel, device):
         target=lambda: [tx.start({"a": torch.full((5000,), n), "n": n}) for n in range(40)]
     )
     thread.start()
-    kept = [rx.next(10).wait() for _ in range(40)]
+    kept = [rx.next(timeout_s=10).wait() for _ in range(40)]
     thread.join()
     for number, batch in enumerate(kept):
         assert batch["n"] == number
@@ -91,7 +91,7 @@ def test_memory_is_used_again(channel, device):
     tx, rx = channel(device)
     for number in range(60):
         tx.start({"a": torch.full((30_000,), float(number))})
-        assert rx.next(10).get()["a"][-1].item() == number
+        assert rx.next(timeout_s=10).get()["a"][-1].item() == number
     assert tx.stats.allocations <= 2  # its slots
     assert rx.stats.allocations <= 2 * 16  # its slots, before it knew the size, and then
 
@@ -102,7 +102,7 @@ def test_a_slot_is_not_written_while_the_device_reads_it(channel, device, slow_l
     thread = threading.Thread(target=lambda: [tx.start(batch) for batch in batches])
     with slow_link:
         thread.start()
-        handles = [rx.next(20) for _ in batches]
+        handles = [rx.next(timeout_s=20) for _ in batches]
         thread.join()
         found = [handle.get()["a"] for handle in handles]
     for number, leaf in enumerate(found):
@@ -122,9 +122,9 @@ def test_slots_limit_what_is_under_way(channel):
     assert started == 3
     assert tx.stats.waits >= 1
     for _ in range(started):
-        rx.next(10)
+        rx.next(timeout_s=10)
     tx.start(torch.ones(10), timeout_s=5)
-    assert rx.next(10).get().eq(1).all()
+    assert rx.next(timeout_s=10).get().eq(1).all()
 
 
 def test_a_slow_receiver_is_not_taken_for_lost(channel):
@@ -132,32 +132,32 @@ def test_a_slow_receiver_is_not_taken_for_lost(channel):
     thread = threading.Thread(target=lambda: [tx.start(torch.full((10,), n)) for n in range(12)])
     thread.start()
     time.sleep(1.3 * TIMEOUT_S)
-    assert [rx.next(10).get()[0].item() for _ in range(12)] == list(range(12))
+    assert [rx.next(timeout_s=10).get()[0].item() for _ in range(12)] == list(range(12))
     thread.join()
     time.sleep(1.3 * TIMEOUT_S)  # nothing but beats
     tx.start(torch.zeros(1))
-    assert rx.next(10).get() == 0
+    assert rx.next(timeout_s=10).get() == 0
 
 
 def test_several_senders_come_and_go(channel, store):
     first, rx = channel()
-    others = [distributed.sender(store=store, timeout_s=TIMEOUT_S) for _ in range(3)]
+    others = [distributed.sender(store=store, peer_timeout_s=TIMEOUT_S) for _ in range(3)]
     seen: dict[int, list[int]] = {}
     for number in range(5):
         for sender, tx in enumerate([first, *others]):
             tx.start({"sender": sender, "number": number})
         for _ in range(4):
-            batch = rx.next(10).get()
+            batch = rx.next(timeout_s=10).get()
             seen.setdefault(batch["sender"], []).append(batch["number"])
     assert seen == {sender: list(range(5)) for sender in range(4)}
     assert rx.stats.open_peers == 4
     for tx in others:
         tx.close()
-    with distributed.sender(store=store, timeout_s=TIMEOUT_S) as late:
+    with distributed.sender(store=store, peer_timeout_s=TIMEOUT_S) as late:
         late.start("late")
-        assert rx.next(10).get() == "late"
+        assert rx.next(timeout_s=10).get() == "late"
     first.start("first")
-    assert rx.next(10).get() == "first"
+    assert rx.next(timeout_s=10).get() == "first"
     assert rx.stats.lost_peers == 0
 
 
@@ -166,15 +166,15 @@ def test_values_that_need_a_pickle_are_refused_and_the_next_batch_comes(channel)
     tx.start({"a": torch.zeros(2), "b": slice(1, 2)})
     tx.start({"a": torch.ones(2)})
     with pytest.raises(ValueError, match=r"batch 0 of .*allow_pickle"):
-        rx.next(10)
-    assert rx.next(10).get()["a"].tolist() == [1, 1]
+        rx.next(timeout_s=10)
+    assert rx.next(timeout_s=10).get()["a"].tolist() == [1, 1]
     assert rx.stats.refused == 1
 
 
 def test_values_that_need_a_pickle_come_from_senders_that_are_trusted(channel):
     tx, rx = channel(allow_pickle=True)
     tx.start({"a": torch.zeros(2), "b": slice(1, 2)})
-    assert rx.next(10).get()["b"] == slice(1, 2)
+    assert rx.next(timeout_s=10).get()["b"] == slice(1, 2)
 
 
 def test_what_cannot_be_packed_is_raised_and_the_next_batch_is_sent(channel):
@@ -183,21 +183,21 @@ def test_what_cannot_be_packed_is_raised_and_the_next_batch_is_sent(channel):
         with pytest.raises(TypeError, match="cannot be pickled"):
             tx.start({"a": threading.Lock()})
     tx.start(torch.ones(2))
-    assert rx.next(10).get().tolist() == [1, 1]
+    assert rx.next(timeout_s=10).get().tolist() == [1, 1]
 
 
 def test_a_checksum_finds_changed_bytes(channel, monkeypatch):
     tx, rx = channel(of=("checksum",), checksum=True)
     tx.start(torch.arange(100))
-    assert rx.next(10).get().tolist() == list(range(100))
+    assert rx.next(timeout_s=10).get().tolist() == list(range(100))
     checksum_of = senders.checksum_of
     monkeypatch.setattr(senders, "checksum_of", lambda memory: checksum_of(memory) ^ 1)
     tx.start(torch.arange(100))
     monkeypatch.undo()
     tx.start(torch.ones(1))
     with pytest.raises(ValueError, match="their checksum differs"):
-        rx.next(10)
-    assert rx.next(10).get() == 1
+        rx.next(timeout_s=10)
+    assert rx.next(timeout_s=10).get() == 1
 
 
 def test_threads_share_both_ends(channel):
@@ -205,7 +205,9 @@ def test_threads_share_both_ends(channel):
     with ThreadPoolExecutor(8) as pool:
         for thread in range(4):
             pool.submit(lambda of: [tx.start((of, n)) for n in range(50)], thread)
-        found = [pool.submit(lambda: [rx.next(20).get() for _ in range(50)]) for _ in range(4)]
+        found = [
+            pool.submit(lambda: [rx.next(timeout_s=20).get() for _ in range(50)]) for _ in range(4)
+        ]
         taken = [each.result() for each in found]
     assert sorted(each for one in taken for each in one) == [
         (of, n) for of in range(4) for n in range(50)
@@ -218,7 +220,7 @@ def test_threads_share_both_ends(channel):
 
 def test_wrong_options_are_refused(store):
     for call in (distributed.sender, distributed.receiver):
-        for name in ("slots", "timeout_s", "connect_timeout_s"):
+        for name in ("slots", "peer_timeout_s", "connect_timeout_s"):
             with pytest.raises(ValueError, match=f"{name} must be positive"):
                 call(store=store, **{name: 0})
         with pytest.raises(ValueError, match="host or interface"):

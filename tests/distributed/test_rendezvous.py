@@ -32,7 +32,7 @@ STRANGERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
 def test_strangers_are_refused_and_hold_up_no_one(store, said):
-    options = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
+    options = {"store": store, "peer_timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
     with distributed.receiver(connect_timeout_s=1.0, **options) as rx:
         told = json.loads(store.get(KEY))
         with socket.create_connection((told["address"], told["port"])) as stranger:
@@ -42,7 +42,7 @@ def test_strangers_are_refused_and_hold_up_no_one(store, said):
                 stranger.sendall(said)
             with distributed.sender(**options) as tx:
                 tx.start(1)
-                assert rx.next(10).get() == 1
+                assert rx.next(timeout_s=10).get() == 1
             while not rx.problems:
                 time.sleep(0.01)
         assert "could not join" in rx.problems[0]
@@ -59,10 +59,10 @@ def test_a_listener_that_can_start_no_thread_goes_on(store, monkeypatch):
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", fail_once)
-    options = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
+    options = {"store": store, "peer_timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
     with distributed.receiver(**options) as rx, distributed.sender(**options) as tx:
         tx.start(1)
-        assert rx.next(10).get() == 1
+        assert rx.next(timeout_s=10).get() == 1
         assert rx.problems == ["a process could not join: can't start new thread"]
 
 
@@ -73,28 +73,28 @@ def test_a_sender_finds_the_receiver_that_comes_after_one_that_is_gone(store, ho
         store.set(KEY, json.dumps(about))
         if how == "killed":
             gone.close()
-        options = {"store": store, "timeout_s": 0.5, "connect_timeout_s": 20}
+        options = {"store": store, "peer_timeout_s": 0.5, "connect_timeout_s": 20}
         with ThreadPoolExecutor(1) as pool:
             joining = pool.submit(distributed.sender, **options)
             time.sleep(0.3)
             with distributed.receiver(**options) as rx, joining.result() as tx:
                 tx.start(1)
-                assert rx.next(10).get() == 1
+                assert rx.next(timeout_s=10).get() == 1
 
 
 def test_options_that_cannot_work_are_refused_by_the_call(store):
     for call in (distributed.sender, distributed.receiver):
-        with pytest.raises(TypeError, match="slots is an int"):
+        with pytest.raises(TypeError, match="slots must be an int"):
             call(store=store, slots=2.5)
         with pytest.raises(ValueError, match="timeout_s must be positive, and less than"):
-            call(store=store, timeout_s=float("inf"))
-        with pytest.raises(ValueError, match="host or interface: "):
+            call(store=store, peer_timeout_s=float("inf"))
+        with pytest.raises(ValueError, match=r"(host|interface) '.*': "):
             call(store=store, interface="none0")
 
 
 def test_an_end_that_nobody_joins_says_so(store):
-    options = {"store": store, "timeout_s": TIMEOUT_S, "connect_timeout_s": 0.3}
+    options = {"store": store, "peer_timeout_s": TIMEOUT_S, "connect_timeout_s": 0.3}
     with pytest.raises(ConnectionError, match="no receiver with the name 'channel'"):
         distributed.sender(**options)
     with distributed.receiver(**options) as rx, pytest.raises(TimeoutError, match="no batch"):
-        rx.next(0.1)
+        rx.next(timeout_s=0.1)

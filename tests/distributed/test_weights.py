@@ -29,7 +29,7 @@ def ends(store: Any) -> Iterator[tuple[Open, Open]]:
 
     def opens(call: Any) -> Open:
         def one(weights: Any, **options: Any) -> Any:
-            options = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1", **options}
+            options = {"store": store, "peer_timeout_s": TIMEOUT_S, "host": "127.0.0.1", **options}
             opened.append(call(weights, **options))
             return opened[-1]
 
@@ -156,7 +156,10 @@ def test_threads_share_a_follower(ends):
     published, followed = publish(source), follow(target)
     followed.update(timeout_s=10)
     with ThreadPoolExecutor(4) as pool:
-        updates = [pool.submit(lambda: [followed.update(0.01) for _ in range(60)]) for _ in "1234"]
+        updates = [
+            pool.submit(lambda: [followed.update(timeout_s=0.01) for _ in range(60)])
+            for _ in "1234"
+        ]
         for number in range(1, 60):
             source["a"].fill_(number)
             published.publish()
@@ -174,7 +177,7 @@ def test_a_closed_follower_writes_nothing(ends):
     followed = follow(target)
     time.sleep(0.3)
     followed.close(timeout_s=10)
-    with pytest.raises(distributed.ChannelClosed, match="this follower is closed"):
+    with pytest.raises(distributed.ChannelClosedError, match="this follower is closed"):
         followed.update()
     assert target["a"].eq(0).all()
 
@@ -239,12 +242,12 @@ def test_the_last_version_comes_before_the_end(ends):
     while followed.version < 2:
         followed.update(timeout_s=10)
     assert target["a"].eq(5).all()
-    with pytest.raises(distributed.ChannelClosed, match=r"the publisher, .*, has closed"):
+    with pytest.raises(distributed.ChannelClosedError, match=r"the publisher, .*, has closed"):
         followed.update()
-    with pytest.raises(distributed.ChannelClosed, match="this publisher is closed"):
+    with pytest.raises(distributed.ChannelClosedError, match="this publisher is closed"):
         published.publish()
     followed.close()
-    with pytest.raises(distributed.ChannelClosed, match="this follower is closed"):
+    with pytest.raises(distributed.ChannelClosedError, match="this follower is closed"):
         followed.update()
 
 

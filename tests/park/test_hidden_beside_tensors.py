@@ -28,7 +28,7 @@ def test_each_value_of_the_option_does_as_it_says_beside_tensors(device, call, n
         for option in ({}, {"on_unknown": None}, {"on_unknown": "ignore"}):
             handle = call(state, **option)
             assert f"{4 * LARGE} bytes" in repr(handle)
-            getattr(handle, "resume", handle.wait if call is tdcopier.park else handle.get)()
+            getattr(handle, "resume", handle.wait_parked if call is tdcopier.park else handle.get)()
         with pytest.raises(TypeError) as refused:
             call(state, on_unknown="raise")
         with pytest.raises(

@@ -73,7 +73,7 @@ def test_it_is_left_as_it_is_on_request(device, name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parked = tdcopier.park(value, on_unknown="ignore")
-        assert parked.bytes == 0
+        assert parked.nbytes == 0
         parked.resume()
         assert tdcopier.snapshot({"x": value}, on_unknown="ignore").get().keys() == {"x"}
 
@@ -82,7 +82,7 @@ def test_what_an_object_hides_is_parked_when_it_is_given(device):
     trainer = Trainer(device)
     with tdcopier.parked(trainer.model, trainer.optimizer, on_unknown="raise") as parked:
         assert not is_resident(trainer.model)
-    assert parked.bytes > 0
+    assert parked.nbytes > 0
 
 
 def test_a_long_list_of_tensors_is_cut_and_a_state_dict_named(device):

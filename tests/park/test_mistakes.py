@@ -105,7 +105,7 @@ def test_the_text_of_a_stager_says_what_it_does(device):
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (tdcopier.pinned.reserve, "n_bytes"),
+        (tdcopier.pinned.reserve, "nbytes"),
         (tdcopier.limits.set_pinned_bytes, "limit_bytes"),
         (tdcopier.limits.set_staging_bytes, "limit_bytes"),
         (tdcopier.limits.set_run_ahead, "batches"),

@@ -40,7 +40,7 @@ def test_a_parked_state_has_no_memory_and_a_resumed_one_its_old_values(device):
     assert parked.is_parked
     assert not is_resident(model, optimizer)
     on_device = storages(model, optimizer)
-    assert parked.bytes >= 4 * LARGE * 3
+    assert parked.nbytes >= 4 * LARGE * 3
     parked.resume()
     assert not parked.is_parked
     assert is_resident(model, optimizer)
@@ -209,7 +209,7 @@ def test_what_has_no_device_memory_stays_as_it_is(device):
     }
     addresses = [state[name].data_ptr() for name in ("host", "pinned", "shared")]
     parked = tdcopier.park(state)
-    assert parked.bytes == 0
+    assert parked.nbytes == 0
     assert [state[name].data_ptr() for name in ("host", "pinned", "shared")] == addresses
     parked.resume()
     assert not parked.is_parked
@@ -219,7 +219,7 @@ def test_an_empty_state_can_be_parked_and_resumed(device):
     for state in ([], {}, torch.nn.ReLU()):
         parked = tdcopier.park(state)
         assert parked.ready()
-        parked.wait()
+        parked.wait_parked()
         parked.resume()
 
 

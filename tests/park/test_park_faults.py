@@ -71,7 +71,7 @@ def test_when_resuming_fails_the_state_is_parked_and_can_be_resumed(sim, fault):
         model, optimizer = trained("sim")
         expected = values_of(model, optimizer)
         parked = tdcopier.park([model, optimizer])
-        parked.wait()
+        parked.wait_parked()
         _C.testing.drop_staging()
         with armed(sim, fault, n) as arming:
             try:
@@ -91,7 +91,7 @@ def test_when_resuming_fails_the_state_is_parked_and_can_be_resumed(sim, fault):
 def test_resuming_without_memory_can_be_repeated_when_there_is_some(sim):
     state = [torch.full((LARGE,), float(n), device="sim") for n in range(4)]
     parked = tdcopier.park(state)
-    parked.wait()
+    parked.wait_parked()
     torch.sim.empty_cache()
     used = sim.memory_stats().allocated_bytes
     sim.set_memory_limit_bytes(0, used + 3 * 4 * LARGE)
@@ -110,7 +110,7 @@ def test_an_error_of_the_device_while_it_reads_is_raised_by_every_wait(sim):
     torch.sim.synchronize()
     with sim.fail_transfer(2, when="execution"):
         parked = tdcopier.park(state)
-        for ask in (parked.wait, parked.resume, parked.wait, parked.resume):
+        for ask in (parked.wait_parked, parked.resume, parked.wait_parked, parked.resume):
             with pytest.raises(torch.AcceleratorError):
                 ask()
             assert parked.is_parked
@@ -125,7 +125,7 @@ def test_an_error_of_the_device_while_it_reads_is_raised_by_every_wait(sim):
 def test_an_error_of_the_device_while_it_writes_is_raised_by_its_streams(sim):
     state = [torch.full((LARGE,), float(n), device="sim") for n in range(2)]
     parked = tdcopier.park(state)
-    parked.wait()
+    parked.wait_parked()
     with sim.fail_transfer(2, direction="h2d", when="execution"):
         writing = _C.copy_stream("sim:0", "ordered")
         with sim.hold(writing):
@@ -148,7 +148,7 @@ def test_an_error_of_the_device_while_it_writes_is_raised_by_its_streams(sim):
 def test_a_dropped_handle_that_cannot_resume_keeps_the_values_for_the_next_call(sim, fault):
     state = [torch.full((LARGE,), 4.0, device="sim")]
     parked = tdcopier.park(state)
-    parked.wait()
+    parked.wait_parked()
     arming = (
         sim.fail_device_allocation(1)
         if fault == "device memory"
@@ -170,14 +170,14 @@ def test_a_state_that_cannot_be_resumed_does_not_keep_another_from_being_parked(
     try:
         lost = torch.full((1 << 20,), 3.0, device="sim")
         handle = tdcopier.park([lost])
-        handle.wait()
+        handle.wait_parked()
         large = torch.full((3 << 19,), 4.0, device="sim")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the handle is dropped
             del handle
         with pytest.warns(RuntimeWarning, match="still parked.*out of memory"):
             parked = tdcopier.park([large])
-        parked.wait()
+        parked.wait_parked()
         torch.sim.empty_cache()
         tdcopier.park([torch.ones(3, device="sim")]).resume()  # resumes what was lost
         assert lost.eq(3).all()
@@ -205,7 +205,7 @@ def test_after_an_interrupted_call_the_state_is_resident_or_parked(sim, kind):
             warnings.simplefilter("ignore")  # that a handle is dropped
             with interrupter:
                 parked = tdcopier.park([model, optimizer])
-                parked.wait()
+                parked.wait_parked()
                 parked.ready()
                 parked.resume()
             if parked is not None and not is_resident(model, optimizer):

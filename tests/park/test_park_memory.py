@@ -26,7 +26,7 @@ def test_the_memory_returns_to_the_allocator_and_its_reuse_waits_for_the_copy(si
         assert not parked.ready()
         first = torch.zeros(LARGE, device="sim")
         assert first.data_ptr() != address
-    parked.wait()
+    parked.wait_parked()
     assert parked.ready()
     del first
     parked.resume()
@@ -42,7 +42,7 @@ def test_allocated_memory_falls_in_the_call_and_rises_with_the_resume(device, ac
     for _ in range(3):
         parked = tdcopier.park(state)
         assert accelerator.memory_allocated(device) <= before + 2**21  # packed small ones
-        parked.wait()
+        parked.wait_parked()
         assert accelerator.memory_allocated(device) == before
         parked.resume()
         accelerator.synchronize()
@@ -87,7 +87,7 @@ def test_a_call_during_a_capture_is_refused(device):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("ask", ["wait", "ready", "resume"])
+@pytest.mark.parametrize("ask", ["wait_parked", "ready", "resume"])
 def test_memory_of_another_owner_is_released_when_the_copy_is_known_to_have_arrived(sim, ask):
     """Torch's allocator cannot be told of a use of memory that is not its own."""
     owner = torch.full((LARGE,), 3.0, device="sim")
@@ -118,7 +118,7 @@ def test_the_extra_device_memory_is_bounded(sim):
     before = sim.memory_stats().allocated_bytes
     parked = tdcopier.park(state)
     assert sim.memory_stats().peak_allocated_bytes - before <= 64 * 1024 * 1024
-    parked.wait()
+    parked.wait_parked()
     assert sim.memory_stats().allocated_bytes <= before - sum(t.numel() * 4 for t in state)
     torch.sim.reset_peak_memory_stats(0)
     parked.resume()
@@ -134,11 +134,11 @@ def test_large_storages_are_transferred_from_and_to_where_they_are(sim):
     parked = tdcopier.park(state)
     assert sim.counts().d2h == (5, 5 * 4 * LARGE)
     assert sim.counts().within == (0, 0)
-    staging = tdcopier.pinned.staging_bytes("sim")
+    staging = tdcopier.pinned.staging_buffer_bytes("sim")
     parked.resume()
     assert sim.counts().h2d == (5, 5 * 4 * LARGE)
     assert sim.counts().within == (0, 0)
-    assert tdcopier.pinned.staging_bytes("sim") == staging
+    assert tdcopier.pinned.staging_buffer_bytes("sim") == staging
 
 
 @pytest.mark.sim

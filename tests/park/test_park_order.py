@@ -38,7 +38,7 @@ def test_the_host_does_not_wait_for_kernels_in_the_call(sim):
     parked = tdcopier.park([tensor, small])
     assert not parked.ready()
     gate.open()
-    parked.wait()
+    parked.wait_parked()
     parked.resume()
 
 
@@ -47,7 +47,7 @@ def test_work_after_a_resume_sees_the_values_on_the_stream_of_the_call(
 ):
     tensor = torch.full((LARGE,), 3.0, device=device)
     parked = tdcopier.park([tensor])
-    parked.wait()
+    parked.wait_parked()
     seen = torch.zeros(LARGE, device=device)
     with stall(ordered_stream):
         parked.resume()
@@ -143,7 +143,7 @@ def test_of_threads_that_park_the_same_state_one_succeeds(device):
 def test_every_stream_sees_what_a_handle_resumed_that_another_thread_dropped(sim):
     tensor = torch.full((LARGE,), 3.0, device="sim")
     handles = [tdcopier.park([tensor])]
-    handles[0].wait()
+    handles[0].wait_parked()
 
     def drop() -> None:
         with torch.sim.stream(torch.sim.Stream("sim:0")), warnings.catch_warnings():

@@ -115,9 +115,9 @@ def test_a_state_without_any_tensor_is_parked_as_it_is(device):
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for state in (adam, sgd, [], {"epoch": 3}, torch.nn.ReLU(), torch.empty(0, device=device)):
         with tdcopier.parked(state) as parked:
-            assert parked.bytes == 0
+            assert parked.nbytes == 0
     with tdcopier.parked(model, adam) as parked:
-        assert parked.bytes == 48
+        assert parked.nbytes == 48
 
 
 @pytest.mark.parametrize("call", [tdcopier.park, tdcopier.snapshot])
@@ -238,7 +238,7 @@ def test_a_forked_child_cannot_resume_and_leaves_the_parents_tensors_alone():
         sim.enable()
         tensor = torch.ones(100_000, device="sim")
         parked = tdcopier.park([tensor])
-        parked.wait()
+        parked.wait_parked()
         child = os.fork()
         if child == 0:
             try:
@@ -258,7 +258,7 @@ def test_a_forked_child_cannot_resume_and_leaves_the_parents_tensors_alone():
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("call", ["wait", "resume"])
+@pytest.mark.parametrize("call", ["wait_parked", "resume"])
 def test_a_child_that_is_forked_while_another_thread_waits_does_not_hang(call):
     code = f"""
         import faulthandler, os, threading, time, torch, tdcopier

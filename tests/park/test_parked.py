@@ -125,7 +125,7 @@ def test_a_tensor_that_got_other_memory_meanwhile_keeps_it(device):
 def test_tensors_that_are_gone_get_no_memory(device, monkeypatch):
     state = [torch.ones(LARGE, device=device) for _ in range(3)]
     parked = tdcopier.park(state)
-    parked.wait()
+    parked.wait_parked()
     del state[0]
     made = []
     of_torch = torch.empty
@@ -150,7 +150,7 @@ def test_resume_may_be_called_again_and_does_nothing(device):
     with torch.no_grad():
         tensor.fill_(2)
     parked.resume()
-    parked.wait()
+    parked.wait_parked()
     assert parked.ready()
     assert tensor.eq(2).all()
 
@@ -174,7 +174,7 @@ def test_a_dropped_handle_resumes_its_tensors_and_warns(device):
 def test_a_dropped_handle_of_tensors_that_are_gone_says_nothing(device):
     state = [torch.ones(LARGE, device=device)]
     parked = tdcopier.park(state)
-    parked.wait()
+    parked.wait_parked()
     _C.testing.settle()
     del state
     with warnings.catch_warnings():

@@ -82,7 +82,7 @@ def test_without_tqdm_there_is_a_line_a_second_from_the_first_second_on(device, 
     assert parking == sorted(set(parking))
     assert 2 <= parking[0] <= 3
     assert 2 <= len(parking) <= TENSORS // 2
-    parked.wait()
+    parked.wait_parked()
     assert len(megabytes(terminal, "waiting for the host's copy")) == len(parking)
     parked.resume()
     assert_values(state)
@@ -197,7 +197,7 @@ def test_small_tensors_count_too(device, terminal, monkeypatch):
     monkeypatch.setattr(transfers, "SCRATCH_BYTES", 200_000)
     state = [torch.full((50_000,), float(i), device=device) for i in range(60)]
     parked = tdcopier.park(state)
-    parked.wait()
+    parked.wait_parked()
     before = len(terminal.getvalue())
     parked.resume()
     assert_values(state)
@@ -263,7 +263,7 @@ def test_a_terminal_that_is_gone_fails_no_work(device, terminal, monkeypatch, wi
     assert_values(tdcopier.snapshot(state).get())
 
 
-@pytest.mark.parametrize("call", ["park", "wait", "resume"])
+@pytest.mark.parametrize("call", ["park", "wait_parked", "resume"])
 def test_an_interrupt_leaves_a_clean_terminal_and_the_state_as_before(
     device, terminal, monkeypatch, call
 ):
@@ -273,7 +273,7 @@ def test_an_interrupt_leaves_a_clean_terminal_and_the_state_as_before(
     state = large_tensors(device)
     parked = None if call == "park" else tdcopier.park([state, small])
     if call == "resume":
-        parked.wait()
+        parked.wait_parked()
     add, calls = _progress.Progress.add, []
 
     def interrupted(self, n_bytes: int) -> None:

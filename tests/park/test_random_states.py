@@ -226,7 +226,7 @@ def test_each_tensor_is_parked_and_resumed_or_reported(device: Any, seed: int) -
         assert has_memory(each) == (storage_of(each) not in found)
     for path, _ in maker.hiders:
         assert sum(text.startswith(f"{path} is ") for text in texts) == 1, (path, texts)
-    assert parked.bytes == expected_bytes
+    assert parked.nbytes == expected_bytes
     parked.resume()
     for each, storage, values in before:
         assert storage_of(each) == storage

@@ -83,9 +83,9 @@ def test_each_device_has_the_staging_that_it_holds_and_its_gather(device, other_
     tdcopier.copy(torch.zeros(3 * _C.STAGING_BUFFER_BYTES, dtype=torch.uint8), device)
     for each in (device, other_device):
         found = of_device(each)
-        assert found["staging_bytes"] == tdcopier.pinned.staging_bytes(each)
+        assert found["staging_bytes"] == tdcopier.pinned.staging_buffer_bytes(each)
         assert found["gather"] == (
-            "portable (torch._foreach_copy_); of the kernel: it needs a CUDA device"
+            "torch._foreach_copy_, without the kernel: it needs a CUDA device"
         )
         assert found["name"] == "simulated"
     assert of_device(device)["staging_bytes"] > 0
@@ -163,7 +163,7 @@ def test_a_gpu_is_described_by_torch_and_its_link_by_the_system(monkeypatch, tmp
     ("lack", "gather"),
     [
         ("", "one kernel"),
-        ("it is off", "portable (torch._foreach_copy_); of the kernel: it is off"),
+        ("it is off", "torch._foreach_copy_, without the kernel: it is off"),
     ],
 )
 def test_the_gather_of_a_gpu_is_the_kernel_or_says_what_the_kernel_lacks(

@@ -35,7 +35,7 @@ def serve(store: Any, opened: list[Any]) -> Serve:
     """Returns a function that opens a server in this process."""
 
     def one(buffer: Any = None, **options: Any) -> ReplayServer:
-        common = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
+        common = {"store": store, "peer_timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
         buffer = RowBuffer() if buffer is None else buffer
         opened.append(ReplayServer(buffer, **{**common, **options}))
         return opened[-1]
@@ -48,7 +48,12 @@ def connect(store: Any, opened: list[Any]) -> Connect:
     """Returns a function that opens a client in this process."""
 
     def one(**options: Any) -> ReplayClient:
-        common = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1", "reconnect_s": 20}
+        common = {
+            "store": store,
+            "peer_timeout_s": TIMEOUT_S,
+            "host": "127.0.0.1",
+            "reconnect_timeout_s": 20,
+        }
         opened.append(ReplayClient(**{**common, **options}))
         return opened[-1]
 

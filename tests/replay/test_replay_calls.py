@@ -130,7 +130,7 @@ def test_iterating_gives_samples_until_the_server_closes(serve, connect):
         if count == 5:
             server.close()
     assert count >= 5
-    with pytest.raises(distributed.ChannelClosed, match="the replay server has closed"):
+    with pytest.raises(distributed.ChannelClosedError, match="the replay server has closed"):
         client.extend(rows_of(0, 1))
 
 
@@ -211,12 +211,17 @@ def test_mistaken_arguments_are_refused(store):
         ({"samples_per_insert": 0}, ValueError, "samples_per_insert"),
         ({"tolerance": 1}, ValueError, "give both"),
         ({"tolerance": -1, "samples_per_insert": 1}, ValueError, "tolerance"),
-        ({"timeout_s": 0}, ValueError, "timeout_s"),
+        ({"peer_timeout_s": 0}, ValueError, "peer_timeout_s"),
         ({"host": "a", "interface": "b"}, ValueError, "not both"),
     ):
         with pytest.raises(error, match=text):
             ReplayServer(RowBuffer(), store=store, **options)
-    for options in ({"prefetch": -1}, {"prefetch": 0.5}, {"reconnect_s": -1}, {"timeout_s": 0}):
+    for options in (
+        {"prefetch": -1},
+        {"prefetch": 0.5},
+        {"reconnect_timeout_s": -1},
+        {"peer_timeout_s": 0},
+    ):
         with pytest.raises(ValueError, match=next(iter(options))):
             ReplayClient(store=store, **options)
     with pytest.raises(ConnectionError, match="no replay server with the name 'replay/replay'"):
@@ -254,14 +259,14 @@ def test_with_closes_both_ends(store):
                     pickle.dumps(end)
         assert repr(client) == "<ReplayClient 'replay', closed>"
         for _ in range(2):
-            with pytest.raises(distributed.ChannelClosed, match="this client is closed"):
+            with pytest.raises(distributed.ChannelClosedError, match="this client is closed"):
                 len(client)
             client.close()
         while server.stats.closed_clients < 1:
             time.sleep(0.01)
         assert server.stats.lost_clients == server.stats.clients == 0
     assert repr(server) == "<ReplayServer 'replay', closed>"
-    with pytest.raises(distributed.ChannelClosed, match="this replay server is closed"):
+    with pytest.raises(distributed.ChannelClosedError, match="this replay server is closed"):
         server.sample()
 
 
@@ -276,7 +281,7 @@ def test_closing_ends_calls_that_wait(serve, connect, threads, closed):
         time.sleep(0.01)
     (server if closed == "server" else client).close()
     for each in waiting:
-        with pytest.raises(distributed.ChannelClosed):
+        with pytest.raises(distributed.ChannelClosedError):
             each.result(5)
     if closed == "server":
         serving.result(5)

@@ -124,7 +124,7 @@ def test_a_flush_that_was_interrupted_waits_again(serve, connect, threads):
 
 
 def test_a_sharded_sample_does_not_wait_for_a_shard_without_rows(store, opened, threads):
-    options = {"store": store, "timeout_s": 2.5, "host": "127.0.0.1"}
+    options = {"store": store, "peer_timeout_s": 2.5, "host": "127.0.0.1"}
     for name in ("one", "two"):
         opened.append(ReplayServer(RowBuffer(), name=name, **options))
     clients = [ReplayClient(name=name, **options) for name in ("one", "two")]
@@ -142,7 +142,7 @@ def test_a_sharded_sample_does_not_wait_for_a_shard_without_rows(store, opened, 
 
 
 def test_a_sharded_sample_that_waits_holds_up_no_extend(store, opened, threads):
-    options = {"store": store, "timeout_s": 2.5, "host": "127.0.0.1"}
+    options = {"store": store, "peer_timeout_s": 2.5, "host": "127.0.0.1"}
     for name in ("one", "two"):
         opened.append(ReplayServer(RowBuffer(), name=name, **options))
     clients = [ReplayClient(name=name, **options) for name in ("one", "two")]
@@ -154,7 +154,7 @@ def test_a_sharded_sample_that_waits_holds_up_no_extend(store, opened, threads):
 
 
 def test_a_client_waits_for_the_server_that_comes_after_one_that_closes(store, opened):
-    options = {"store": store, "timeout_s": 2.5, "host": "127.0.0.1"}
+    options = {"store": store, "peer_timeout_s": 2.5, "host": "127.0.0.1"}
     servers = [ReplayServer(RowBuffer(), **options)]
     found: list[Any] = []
 

@@ -11,7 +11,7 @@ import pytest
 from replay_support import RowBuffer, rows_of
 
 from tdcopier._replay.limiter import Limiter
-from tdcopier.replay import ChannelClosed
+from tdcopier.replay import ChannelClosedError
 
 pytestmark = pytest.mark.timeout(60)
 WANTED, WITHIN = 4.0, 0.05
@@ -75,7 +75,7 @@ def test_the_ratio_is_kept_where_one_side_is_ten_times_too_slow(serve, connect, 
                 done += 5
                 if slow == "actors":
                     time.sleep(pause_s)
-        except ChannelClosed:
+        except ChannelClosedError:
             return done
 
     with ThreadPoolExecutor() as pool:

@@ -210,7 +210,7 @@ def test_no_client_comes_before_the_state_is_loaded(store):
         buffer.load_state_dict = load_late  # type: ignore[method-assign]
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(client.extend, checked_rows(1, 15, 5))
-            options = {"host": "127.0.0.1", "timeout_s": TIMEOUT_S}
+            options = {"host": "127.0.0.1", "peer_timeout_s": TIMEOUT_S}
             with ReplayServer(buffer, store=store, state=state, **options) as second:
                 assert writing.result(20).tolist() == [15, 16, 17, 18, 19]
                 assert len(client) == len(second) == 20
@@ -235,7 +235,9 @@ def test_a_client_gives_up_when_no_server_comes(store):
     client._connection._reconnect_s = 0.5
     server.close(restarts=True)
     for _ in range(2):
-        with pytest.raises(distributed.PeerLost, match=r"none has come in its place in 0\.5 s"):
+        with pytest.raises(
+            distributed.PeerLostError, match=r"none has come in its place in 0\.5 s"
+        ):
             len(client)
     client.close()
 

@@ -63,7 +63,7 @@ def batch_of(sender: str, number: int, size: int) -> dict[str, Any]:
 
 
 def _send(store: Any, pipe: Any, name: str, count: int, size: int) -> None:
-    tx = distributed.sender(store=store, timeout_s=TIMEOUT_S)
+    tx = distributed.sender(store=store, peer_timeout_s=TIMEOUT_S)
     for number in range(count):
         tx.start(batch_of(name, number, size))
     tx.flush()
@@ -74,10 +74,10 @@ def _send(store: Any, pipe: Any, name: str, count: int, size: int) -> None:
 
 
 def _receive(store: Any, pipe: Any, count: int) -> None:
-    rx = distributed.receiver(store=store, timeout_s=TIMEOUT_S)
+    rx = distributed.receiver(store=store, peer_timeout_s=TIMEOUT_S)
     pipe.send("listens")
     for _ in range(count):
-        rx.next(60).get()
+        rx.next(timeout_s=60).get()
     pipe.send("received")
     pipe.recv()
     rx.close()
@@ -85,7 +85,7 @@ def _receive(store: Any, pipe: Any, count: int) -> None:
 
 
 def _send_on(store: Any, pipe: Any, name: str, size: int) -> None:
-    tx = distributed.sender(store=store, timeout_s=TIMEOUT_S)
+    tx = distributed.sender(store=store, peer_timeout_s=TIMEOUT_S)
     number = 0
     while True:
         tx.start(batch_of(name, number, size))
@@ -94,7 +94,7 @@ def _send_on(store: Any, pipe: Any, name: str, size: int) -> None:
 
 def _send_as_rank_1(store: Any, pipe: Any, count: int) -> None:
     dist.init_process_group("gloo", store=store, rank=1, world_size=2)
-    tx = distributed.sender(0, timeout_s=TIMEOUT_S)
+    tx = distributed.sender(0, peer_timeout_s=TIMEOUT_S)
     for number in range(count):
         tx.start(batch_of("rank 1", number, 10))
     tx.flush()

@@ -134,7 +134,7 @@ def _publish(world: ScenarioWorld, exchange: Exchange, versions: Sequence[Tree])
     with world.on(world.stream(device)):
         weights = dict(zip("abc", world.write(device, versions[0]), strict=True))
         tree = list(weights.values())
-        weights_of = distributed.publish(weights, store=STORE, timeout_s=TIMEOUT_S)
+        weights_of = distributed.publish(weights, store=STORE, peer_timeout_s=TIMEOUT_S)
         world.overwrite(tree)
         weights_of._wait(lambda: bool(weights_of.peers), None)
         for number, version in enumerate(versions[1:], 2):
@@ -166,7 +166,7 @@ def _follow(
     with world.on(world.stream(device)):
         mine = world.write(device, world.batch((60, 25, 200)))
         followed = distributed.follow(
-            dict(zip("abc", mine, strict=True)), store=STORE, timeout_s=TIMEOUT_S
+            dict(zip("abc", mine, strict=True)), store=STORE, peer_timeout_s=TIMEOUT_S
         )
         version = 0
         while version < len(versions):

@@ -65,13 +65,13 @@ def _sender_ends(store: Any, number: int, message: int, size: int) -> float:
     def take(wanted: str) -> None:
         sender = None
         while sender != wanted:
-            batch = rx.next(20).get()
+            batch = rx.next(timeout_s=20).get()
             sender, number = batch["sender"], batch["number"]
             assert number == seen.get(sender, 0), f"{sender}: {number} after {seen}"
             assert batch["a"].eq(number).all(), f"{sender}: other values"
             seen[sender] = number + 1
 
-    with distributed.receiver(store=store, timeout_s=TIMEOUT_S) as rx:
+    with distributed.receiver(store=store, peer_timeout_s=TIMEOUT_S) as rx:
         victim = Peer("send on", store.port, "victim", size)
         other = Peer("send on", store.port, "other", size)
         try:
@@ -102,7 +102,7 @@ def _receiver_ends(store: Any, number: int, message: int, size: int) -> float:
     victim = Peer("receive", store.port, message)
     try:
         victim.says("listens")
-        tx = distributed.sender(store=store, timeout_s=TIMEOUT_S)
+        tx = distributed.sender(store=store, peer_timeout_s=TIMEOUT_S)
         for sent in range(message):
             tx.start(batch_of("this", sent, size))
         victim.says("received")
@@ -112,14 +112,14 @@ def _receiver_ends(store: Any, number: int, message: int, size: int) -> float:
             while time.monotonic() - begin < 20:
                 tx.start(batch_of("this", message, size))
             raise AssertionError("never noticed")
-        except distributed.PeerLost:
+        except distributed.PeerLostError:
             took_s = time.monotonic() - begin
     finally:
         victim.end()
     heir = Peer("receive", store.port, 2)
     try:
         heir.says("listens")
-        tx = distributed.sender(store=store, timeout_s=TIMEOUT_S)
+        tx = distributed.sender(store=store, peer_timeout_s=TIMEOUT_S)
         for sent in range(2):
             tx.start(batch_of("this", sent, size))
         heir.says("received")

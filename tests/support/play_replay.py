@@ -78,7 +78,7 @@ class Service:
         self.store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.buffer, self.players = WatchedBuffer(CAPACITY, BATCH), list[ReplayPeer]()
         self.server = ReplayServer(
-            self.buffer, store=self.store, host="127.0.0.1", timeout_s=TIMEOUT_S, **options
+            self.buffer, store=self.store, host="127.0.0.1", peer_timeout_s=TIMEOUT_S, **options
         )
 
     def join(self, role: str, *arguments: Any) -> ReplayPeer:

@@ -10,7 +10,7 @@ from typing import Any
 from channel_peers import Peer
 from replay_support import TIMEOUT_S, RowBuffer, checked_rows, count_torn, size_of
 
-from tdcopier.replay import ChannelClosed, ReplayClient, ReplayServer
+from tdcopier.replay import ChannelClosedError, ReplayClient, ReplayServer
 
 
 class ReplayPeer(Peer):
@@ -32,13 +32,13 @@ class ReplayPeer(Peer):
 
 def client_of(store: Any, **options: Any) -> ReplayClient:
     return ReplayClient(
-        store=store, host="127.0.0.1", timeout_s=TIMEOUT_S, reconnect_s=30, **options
+        store=store, host="127.0.0.1", peer_timeout_s=TIMEOUT_S, reconnect_timeout_s=30, **options
     )
 
 
 def server_of(store: Any, capacity: int, **options: Any) -> ReplayServer:
     buffer = RowBuffer(capacity)
-    return ReplayServer(buffer, store=store, host="127.0.0.1", timeout_s=TIMEOUT_S, **options)
+    return ReplayServer(buffer, store=store, host="127.0.0.1", peer_timeout_s=TIMEOUT_S, **options)
 
 
 def _act(store: Any, pipe: Any, source: int, count: int, batches: int) -> None:
@@ -50,7 +50,7 @@ def _act(store: Any, pipe: Any, source: int, count: int, batches: int) -> None:
             while done < batches:
                 client.extend(checked_rows(source, count * done, count))
                 done += 1
-        except ChannelClosed:
+        except ChannelClosedError:
             pass
         pipe.send((source, done, client.reconnects))
         pipe.recv()
@@ -77,7 +77,7 @@ def _learn(store: Any, pipe: Any, batches: int, size: int) -> None:
             while done < batches:
                 torn += count_torn(client.sample())
                 done += 1
-        except ChannelClosed:
+        except ChannelClosedError:
             pass
         pipe.send((torn, done, client.reconnects))
         pipe.recv()
@@ -150,7 +150,7 @@ def _go_on(store: Any, pipe: Any, call: Callable[[ReplayClient, int], int], paus
                 tally.longest_s = max(tally.longest_s, time.monotonic() - begin)
                 tally.found += [tally.done] * (client.reconnects - before)
                 tally.done += 1
-        except ChannelClosed:
+        except ChannelClosedError:
             _tell(pipe, tally)
 
 

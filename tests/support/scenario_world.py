@@ -39,7 +39,12 @@ class ScenarioWorld:
         return [torch.arange(first, first + size, dtype=torch.int32) for size in sizes]
 
     def stream(self, device: str) -> torch.Stream:
-        return torch.sim.Stream(device=device)
+        """Takes one of a pool, in turns, so that those of a scenario have different engine streams.
+
+        The last one of the pool has that of the first, which is the next.
+        """
+        stream = torch.sim.Stream(device=device)
+        return stream if stream.stream_id % 32 else torch.sim.Stream(device=device)
 
     def on(self, stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
         return torch.sim.stream(stream)

@@ -303,7 +303,7 @@ def counted_as_the_device_counts(world: ScenarioWorld) -> None:
         after = world.sim.counts().h2d
         told = [handle.stats for handle in handles]
         assert sum(stats.transfers for stats in told) == after.transfers - before.transfers > 2
-        assert sum(stats.transfer_bytes for stats in told) == after.bytes - before.bytes
+        assert sum(stats.transfer_bytes for stats in told) == after.nbytes - before.nbytes
         assert _C.staging_bytes(device) <= _C.STAGING_BUFFER_BYTES
 
 

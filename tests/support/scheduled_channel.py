@@ -147,11 +147,11 @@ def channels(world: ScenarioWorld) -> Iterator[Exchange]:
 
 
 def sender_of(slots: int = 2) -> distributed.Sender:
-    return distributed.sender(store=STORE, slots=slots, timeout_s=TIMEOUT_S)
+    return distributed.sender(store=STORE, slots=slots, peer_timeout_s=TIMEOUT_S)
 
 
 def receiver_on(device: str) -> distributed.Receiver:
-    return distributed.receiver(device=device, store=STORE, slots=2, timeout_s=TIMEOUT_S)
+    return distributed.receiver(device=device, store=STORE, slots=2, peer_timeout_s=TIMEOUT_S)
 
 
 STORE: Any = object()  # nothing asks it

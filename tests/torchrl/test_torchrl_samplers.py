@@ -318,7 +318,7 @@ def test_index_and_priorities_travel_together(sim, device):
     buffer.update_priority(index, priority)
     torch.accelerator.synchronize()
     assert sim.counts().d2h.transfers <= 2  # one for each dtype
-    assert sim.counts().d2h.bytes == 12 * 8 + 12 * 4
+    assert sim.counts().d2h.nbytes == 12 * 8 + 12 * 4
 
 
 @PRIORITIZED

@@ -44,13 +44,14 @@ c10::Device to_c10(py::handle device) {
     return device_of_number(py::reinterpret_steal<py::object>(PyNumber_Index(device.ptr())));
   try {
     return c10::Device(device.cast<std::string>());
-  } catch (const c10::Error& error) {
+  } catch (const c10::Error&) {
     const auto name = device.cast<std::string>();
     const bool is_sim =
         name.substr(0, name.find(':')) == "sim" && c10::get_privateuse1_backend() != "sim";
     throw py::value_error("unknown device " + std::string(py::repr(device)) + ": " +
                           (is_sim ? "call tdcopier.sim.enable() before"
-                                  : std::string(error.what_without_backtrace())));
+                                  : "an NVIDIA GPU is \"cuda\" or \"cuda:0\", the host \"cpu\", "
+                                    "and the simulated device \"sim\""));
   }
 }
 
