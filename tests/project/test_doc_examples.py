@@ -282,7 +282,7 @@ def _(run: Run) -> Names:
     dist = torch.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return {
-        "dataset": torch.rand(64, 4),
+        "batch": boxes(),
         "model": torch.nn.Linear(4, 2).to(run.device),
         "copy_of_model": torch.nn.Linear(4, 2),
         "batches": [boxes()],
