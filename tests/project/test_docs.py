@@ -16,6 +16,22 @@ PAGE = DOCS / "reference" / "what_may_be_in_a_batch.md"
 EVERY_KIND = DOCS / "reference" / "tensordict_kinds.md"
 TESTS = DOCS / "design" / "how_promises_are_tested.md"
 BETWEEN_NAMES = "; "  # in a cell that lists several
+AFTER_SUBJECT = ": "  # "numpy: 0-dim; read-only" is two names that begin with "numpy"
+
+
+def names_of(text: str) -> list[str]:
+    """Returns the names that a cell lists, as `bare` does."""
+    found, subject = [], ""
+    for part in text.split(BETWEEN_NAMES):
+        *new, name = part.split(AFTER_SUBJECT)
+        subject = new[0] if new else subject
+        found.append(bare(f"{subject} {'' if subject and name == 'plain' else name}"))
+    return found
+
+
+def bare(name: str) -> str:
+    """Returns a name without commas, which a subject and its rest have or lack."""
+    return name.replace(",", "").strip()
 
 
 def cell(kind: Kind, direction: str) -> str:
@@ -54,9 +70,10 @@ def test_the_page_has_its_tables():
 
 def test_the_table_of_leaves_is_the_catalogue():
     rows = tables()[1][1:]
-    on_page = [(name, *cells) for names, *cells in rows for name in names.split(BETWEEN_NAMES)]
+    on_page = [(name, *cells) for names, *cells in rows for name in names_of(names)]
     in_catalogue = [
-        (name, *(cell(kind, direction) for direction in DIRECTIONS)) for name, kind in KINDS.items()
+        (bare(name), *(cell(kind, direction) for direction in DIRECTIONS))
+        for name, kind in KINDS.items()
     ]
     assert as_text(sorted(on_page)) == as_text(sorted(in_catalogue))
 
@@ -88,10 +105,10 @@ def as_text(rows: Sequence[Sequence[str]]) -> str:
 
 
 def test_the_tables_of_tensordicts_are_the_catalogue():
-    heading = ["TensorDict that is or has", "treatment"]
+    heading = ["kind", "treatment"]
     rows = [row for table in tables(EVERY_KIND) if table[0] == heading for row in table[1:]]
-    on_page = [(name, words) for names, words in rows for name in names.split(BETWEEN_NAMES)]
-    in_catalogue = [(name, outcome(kind)) for name, kind in TD_KINDS.items()]
+    on_page = [(name, words) for names, words in rows for name in names_of(names)]
+    in_catalogue = [(bare(name), outcome(kind)) for name, kind in TD_KINDS.items()]
     assert as_text(sorted(on_page)) == as_text(sorted(in_catalogue))
 
 
@@ -99,6 +116,7 @@ def test_the_tables_of_tensordicts_are_the_catalogue():
 def test_names_can_stand_in_a_table(name):
     assert "|" not in name
     assert BETWEEN_NAMES not in name
+    assert AFTER_SUBJECT not in name
     assert name == name.strip()
 
 
