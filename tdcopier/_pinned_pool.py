@@ -61,9 +61,9 @@ def lease(sizes_bytes: Iterable[int]) -> Iterator[torch.Tensor]:
     share pieces of 64 MiB or a little more, which come back to the pool as a whole.
 
     A tensor's memory comes back when its last reference is gone. Copies of tdcopier keep it until
-    they are done. For `non_blocking` copies of torch, it is used again after the work on those
-    streams that are current in the thread which drops it; so keep a tensor that you copy on another
-    stream until that copy is done.
+    they are done. It is used again after the work on those streams that are current in the thread
+    which drops it, and after `non_blocking` copies of torch on any stream. A kernel of yours that
+    reads it on another stream is not known: keep the tensor until that has run.
 
     Drop the iterator, and what it has not yielded comes back.
 

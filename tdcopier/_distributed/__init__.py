@@ -1,7 +1,7 @@
 """The parts of `tdcopier.distributed`.
 
-`collectives.py` has the calls that all ranks of a group make. Channels are parcels from process to
-process, over groups of two: `pair.py` has the messages of one pair, `rendezvous.py` brings pairs
-together by a store, `sender.py` and `receiver.py` are the two ends, and `ends.py` has what both
-need.
+`collectives.py` has the calls that all ranks of a group make, `ranks.py` what they share. Channels
+carry parcels from process to process: `rendezvous.py` brings two together by a store, `link.py` is
+the connection of the two, `sender.py` and `receiver.py` are its ends, `ends.py` has what both need,
+and `hub.py` an end with many links. `publisher.py` and `follower.py` send weights over links.
 """

@@ -125,8 +125,8 @@ def snapshot(
     where they are: give such an object's state dict. Tensors that share a storage share one in the
     result, which is copied as a whole. The tensors have no gradients and the class `torch.Tensor`;
     DTensors and other wrappers keep their class. Their memory is leased from the pool of pinned
-    memory: if you copy one with `non_blocking=True` on a stream that is not current when you drop
-    it, or while a copy of tdcopier still reads it too, keep it until that copy is done.
+    memory, except for small ones: keep one that a kernel of yours reads on another stream than the
+    current one until that has run.
 
     **What may be overwritten.** By later work on the current streams, everything: if no optimizer
     is known, all that work waits until the state has been read. With an optimizer, or with

@@ -189,6 +189,12 @@ def test_memory_of_a_parcel_on_a_device_that_fails_is_not_used_again_while_it_is
         torch.empty(size, dtype=torch.uint8, device=device).fill_(1)  # of the current stream
 
 
+def test_a_dtype_is_not_taken_for_non_blocking(device):
+    parcel: Any = tdcopier.pack([torch.ones(3)])
+    with pytest.raises(TypeError, match=r"non_blocking must be a bool; got torch\.float16"):
+        parcel.to(device, torch.float16)
+
+
 @pytest.mark.sim
 @pytest.mark.hazardous
 @pytest.mark.parametrize("waits", [True, False])

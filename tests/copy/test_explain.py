@@ -356,14 +356,21 @@ def test_it_converts_to_json(device):
     assert read["device"] == device
     assert read["counts"] == explanation.counts._asdict()
     assert read["rows"][0]["shape"] == [2, 3]
-    assert read["totals"]["packed"] == {"leaves": 1, "bytes": 24}
+    assert read["totals"]["packed"] == {"leaves": 1, "nbytes": 24}
     assert repr(explanation) == (
         f"<Explanation of a copy to {device}: 1 packed, 1 opaque; 1 chunk, 1 transfer of 24 bytes>"
     )
 
 
 def test_a_mistake_in_the_call_is_that_of_start_copy(device):
-    for options in ({"min_packed_alignment_bytes": 0}, {"max_packed_chunk_bytes": "1"}):
+    wrong: list[dict[str, Any]] = [
+        {"min_packed_alignment_bytes": 0},
+        {"max_packed_chunk_bytes": "1"},
+        {"use_background_thread": 2.0},
+        {"require_pinned_results": True, "use_pinned_staging": False},
+        {"on_unknown": "no"},
+    ]
+    for options in wrong:
         with pytest.raises((TypeError, ValueError)) as expected:
             tdcopier.start_copy([], device, **options)
         with pytest.raises(type(expected.value)) as caught:
@@ -371,3 +378,17 @@ def test_a_mistake_in_the_call_is_that_of_start_copy(device):
         assert str(caught.value) == str(expected.value)
     with pytest.raises(ValueError, match="nonsense"):
         tdcopier.explain([], "nonsense")
+
+
+def test_it_takes_every_option_of_the_copy(device):
+    options: Any = {
+        "pack_cpu_tensors": False,
+        "use_background_thread": False,
+        "require_pinned_results": True,
+        "on_unknown": "raise",
+    }
+    batch = [ramp("cpu", 2), object()]
+    with pytest.raises(TypeError, match=r"data\[1\]"):
+        tdcopier.start_copy(batch, device, **options)
+    alone, unknown = tdcopier.explain(batch, device, **options)
+    assert (alone.treatment, unknown.treatment) == ("alone", "opaque")

@@ -217,16 +217,6 @@ def test_gather_refuses_a_keyword_of_to_with_what_to_do(device, keyword):
         tdcopier.gather(storage(), [1], device, **{keyword: True})
 
 
-@pytest.mark.parametrize("keyword", BY_TO)
-def test_prepare_refuses_a_keyword_of_to_with_what_to_do(device, keyword):
-    said = BY_TO | {
-        "non_blocking": r"takes no non_blocking: its start_copy\(\) does not wait for the copy$",
-        "use_pinned": r"got an unexpected keyword argument 'use_pinned': its options are reuse_",
-    }
-    with pytest.raises(TypeError, match=rf"^prepare\(\) {said[keyword]}"):
-        tdcopier.prepare(batch(), device, **{keyword: True})
-
-
 def test_what_is_said_of_copy_true_works(device):
     on_device = tdcopier.copy(batch(), device)
     assert tdcopier.copy(on_device, device)["x"] is on_device["x"]
@@ -331,7 +321,7 @@ def test_what_is_no_list_of_samples_is_refused_with_how_to_collate(samples, foun
     wrong: Any = samples
     with raises_exactly(
         TypeError,
-        f"collate() takes a list of samples; got a {found}: give the function to a loader, as in "
+        f"collate() takes a list of samples; got {found}: give the function to a loader, as in "
         "DataLoader(dataset, collate_fn=tdcopier.collate), or call collate([sample, ...])",
     ):
         tdcopier.collate(wrong)

@@ -198,7 +198,7 @@ def test_a_reference_to_a_name_that_is_not_there_is_found():
     assert not is_documented("tdcopier.start_copied", known)
     assert exists("tdcopier.stats.CopyStats.packed_leaves")
     assert not exists("tdcopier.stats.CopyStats.packet_leaves")
-    assert roles("{func}`with x: <tdcopier.park>` and :meth:`~tdcopier.Parked.wait`") == [
+    assert roles("{func}`with x: <tdcopier.park>` and :meth:`~tdcopier.Parked.resume`") == [
         ("func", "tdcopier.park"),
-        ("meth", "tdcopier.Parked.wait"),
+        ("meth", "tdcopier.Parked.resume"),
     ]

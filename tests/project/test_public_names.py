@@ -152,6 +152,39 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
 
 
+@pytest.mark.parametrize("name", sorted(NAMESPACES))
+def test_a_namespace_lists_its_public_names_alone(name):
+    module = getattr(tdcopier, name)
+    shown = {each for each in dir(module) if not each.startswith("_")}
+    parts = {"device_module", "pytest_plugin"}  # modules of `sim`
+    assert shown - parts == set(module.__all__)
+
+
+def test_errors_and_warnings_name_a_public_module():
+    for name in ("", "containers", "distributed", "replay", "sim"):
+        module = getattr(tdcopier, name) if name else tdcopier
+        for each in map(lambda name: getattr(module, name), module.__all__):  # noqa: C417
+            if isinstance(each, type) and issubclass(each, Exception):
+                assert "._" not in f"{each.__module__}.{each.__name__}"
+                assert getattr(sys.modules[each.__module__], each.__name__) is each
+
+
+def test_a_part_that_needs_a_package_says_to_import_it():
+    program = """
+    import tdcopier
+    try:
+        tdcopier.torchrl
+    except AttributeError as error:
+        print(error)
+    """
+    assert run_python(program) == "import tdcopier.torchrl first: it needs torchrl\n"
+
+
+def test_the_command_tells_the_version():
+    told = subprocess.check_output([sys.executable, "-m", "tdcopier", "--version"], text=True)
+    assert told == f"tdcopier {tdcopier.__version__}\n"
+
+
 def test_the_import_loads_little_beside_torch():
     """In milliseconds it varies with the machine; the modules do not."""
     code = """

@@ -92,7 +92,7 @@ class Copies(RuleBasedStateMachine):
             stack.callback(tdcopier.limits.set_run_ahead, 4)
             self.staging_ceiling = staging_ceiling(buffers)
             staging_bytes()  # releases buffers over the limit now
-            schedule = stack.enter_context(self.sim.schedule(seed, peer_timeout_s=TIMEOUT_S))
+            schedule = stack.enter_context(self.sim.schedule(seed, timeout_s=TIMEOUT_S))
             stack.enter_context(scheduled_reader(schedule))
             self.world = World(self.sim, self.tables, schedule)
             self.stack = stack.pop_all()

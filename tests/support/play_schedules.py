@@ -56,7 +56,7 @@ def prepare() -> None:
 
 def run(name: str, seed: int) -> sim.Schedule:
     """Runs one scenario in one order. Requires `prepare`."""
-    with one_processor(), sim.schedule(seed, peer_timeout_s=TIMEOUT_S) as schedule:
+    with one_processor(), sim.schedule(seed, timeout_s=TIMEOUT_S) as schedule:
         world = ScenarioWorld(sim, DEVICES, _values, schedule)
         SCENARIOS[name].run(world)
         world.finish()

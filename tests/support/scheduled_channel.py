@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from scenario_world import ScenarioWorld
 
 from tdcopier import _C, distributed
@@ -154,7 +155,7 @@ def receiver_on(device: str) -> distributed.Receiver:
     return distributed.receiver(device=device, store=STORE, slots=2, peer_timeout_s=TIMEOUT_S)
 
 
-STORE: Any = object()  # nothing asks it
+STORE = dist.HashStore()  # nothing asks it
 
 
 def check_empty(exchange: Exchange) -> None:

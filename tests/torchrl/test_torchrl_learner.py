@@ -262,7 +262,7 @@ def test_an_error_of_update_is_raised_and_the_next_step_goes_on(place):
 
 
 def test_buffers_that_do_not_suit_are_refused_with_what_to_do(device):
-    with pytest.raises(TypeError, match="got a list"):
+    with pytest.raises(TypeError, match="got list"):
         GraphedLearner([], len)
     storage = PackedLazyTensorStorage(CAPACITY, sample_device=device)
     plain = PackedTensorDictReplayBuffer(storage=storage, batch_size=BATCH)
