@@ -314,9 +314,9 @@ def test_the_command_prints_what_the_environment_set_as_text_and_as_json():
     assert found["switches"]["check_mode"] is True
     assert found["switches"]["progress"] is True
     assert found["limits"]["staging_limit_bytes"] == 8388608
-    lines = run_module(**environment).splitlines()
+    lines = run_module(TDCOPIER_PROGRESS="0", **environment).splitlines()
     assert "  check mode                    on" in lines
-    assert "  progress                      off" in run_module(TDCOPIER_PROGRESS="0").splitlines()
+    assert "  progress                      off" in lines
     assert "  staging limit      8 MiB (8,388,608 bytes)" in lines
     assert "  TDCOPIER_CHECK                1" in lines
 
