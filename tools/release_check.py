@@ -1,6 +1,6 @@
-"""Checks that a release is complete, and prints its notes.
+"""Checks that a release is complete, and prints the commands that publish it, or its notes.
 
-python tools/release_check.py           # what is missing, or nothing
+python tools/release_check.py           # what is missing, or the two commands
 python tools/release_check.py --notes   # the section of CHANGELOG.md for this version
 """
 
@@ -58,14 +58,15 @@ def missing() -> list[str]:
     found = []
     if git("status", "--porcelain"):
         found.append("The tree is not clean.")
-    if f"v{stated}" not in git("tag", "--points-at", "HEAD").split():
-        found.append(f"This commit has no tag v{stated}.")
+    is_tagged = bool(git("tag", "--list", f"v{stated}"))
+    if is_tagged and f"v{stated}" not in git("tag", "--points-at", "HEAD").split():
+        found.append(f"The tag v{stated} is at another commit.")
     if not notes(read("CHANGELOG.md"), stated):
         found.append(f"CHANGELOG.md has no section for {stated}.")
     if f"\nversion: {stated}\n" not in read("CITATION.cff"):
         found.append(f"CITATION.cff does not name version {stated}.")
-    if "[project.urls]" not in read("pyproject.toml"):
-        found.append("pyproject.toml has no [project.urls]: state where the project is published.")
+    if "\npip install tdcopier\n" not in read("README.md"):
+        found.append("README.md does not begin with `pip install tdcopier`, and for which torch.")
     for page in [*ROOT.glob("*.md"), *ROOT.glob("csrc/*.md")]:  # Sphinx checks those of docs
         found += [f"{page.name} links to {each}, which is not there." for each in dead_links(page)]
     wheels = list(DIST.glob(f"tdcopier-{stated}-*.whl"))
@@ -87,6 +88,14 @@ def missing() -> list[str]:
     return found
 
 
+def published_by(stated: str) -> str:
+    """Returns what a person runs to publish this commit."""
+    return f"""tdcopier {stated} is complete. These publish it:
+
+git tag --annotate v{stated} --message "tdcopier {stated}" && git push origin v{stated}
+python -m twine upload dist/tdcopier-{stated}-*.whl dist/tdcopier-{stated}.tar.gz"""
+
+
 def main() -> None:
     """Prints the notes, or what is missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -94,9 +103,10 @@ def main() -> None:
     if parser.parse_args().notes:
         print(notes(read("CHANGELOG.md"), version()))
         return
-    found = missing()
-    print("\n".join(found) or f"tdcopier {version()} is complete.")
-    sys.exit(1 if found else 0)
+    if found := missing():
+        print("\n".join(found))
+        sys.exit(1)
+    print(published_by(version()))
 
 
 if __name__ == "__main__":

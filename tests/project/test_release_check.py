@@ -63,13 +63,36 @@ def test_everything_that_is_missing_is_told(release_check, monkeypatch, tmp_path
     monkeypatch.setattr(release_check, "DIST", tmp_path)
     monkeypatch.setattr(release_check, "version", lambda: "9.9.9")
     found = " ".join(release_check.missing())
-    for each in ("no tag v9.9.9", "no section", "CITATION.cff", "no wheel", "no sdist"):
+    for each in ("no section", "CITATION.cff", "no wheel", "no sdist"):
         assert each in found
     (tmp_path / "tdcopier-9.9.9-cp311-cp311-linux_x86_64.whl").touch()
     found = " ".join(release_check.missing())
     assert "not for all of Linux" in found
     assert "no wheel" not in found
     assert "twine" in found  # it refuses an empty file, or is not installed
+
+
+def test_a_tag_at_another_commit_is_told(release_check, monkeypatch):
+    told = {"--list": "v0.1.0", "--points-at": "", "--porcelain": ""}
+    monkeypatch.setattr(release_check, "version", lambda: "0.1.0")
+    monkeypatch.setattr(release_check, "git", lambda *words: told[words[1]])
+    assert "The tag v0.1.0 is at another commit." in release_check.missing()
+    told["--points-at"] = "v0.1.0"
+    assert not [each for each in release_check.missing() if "tag" in each]
+
+
+def test_a_complete_release_says_how_to_publish_it(release_check, monkeypatch, capsys):
+    monkeypatch.setattr(release_check, "missing", list)
+    monkeypatch.setattr(sys, "argv", ["release_check.py"])
+    release_check.main()
+    said = capsys.readouterr().out
+    stated = tdcopier.__version__
+    assert f"\ngit tag --annotate v{stated} " in said
+    assert f"\npython -m twine upload dist/tdcopier-{stated}-*.whl " in said
+
+
+def test_the_changelog_has_the_version(release_check):
+    assert not [each for each in release_check.missing() if "no section" in each]
 
 
 def test_the_citation_names_the_version(release_check):
