@@ -168,6 +168,16 @@ def are_released(references: list[Callable[[], Any]], within: float = 10.0) -> b
     return True
 
 
+def comes_true(is_so: Callable[[], bool], within: float = 10.0) -> bool:
+    """Whether it is so soon: another thread or process makes it so."""
+    deadline = time.monotonic() + within
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
 @contextlib.contextmanager
 def raises_exactly(error: type[BaseException], message: str) -> Iterator[None]:
     """Asserts that the block raises this error, and that the message is its whole text."""
