@@ -21,10 +21,27 @@ DEFAULT_STAGING_LIMIT_BYTES: int
 DEFAULT_RUN_AHEAD_LIMIT: int
 
 class InternalError(RuntimeError):
-    """An invariant of the engine does not hold. This is a bug in tdcopier: please report it."""
+    """An invariant of the engine does not hold. This is a bug in tdcopier: please report it.
+
+    For example::
+
+        try:
+            batch = tdcopier.copy(batch, "cuda")
+        except tdcopier.InternalError:
+            print(tdcopier.info())  # for the report
+            raise
+    """
 
 class AsyncCopyHandle(Generic[_T_co]):
     """The handle of a copy, as `start_copy` and the other `start_` functions return it.
+
+    For example::
+
+        handle = tdcopier.start_copy(batch, "cuda")
+        following = next(batches)  # meanwhile
+        loss = model(handle.wait())
+        if handle.ready() and handle.stats.fallbacks:
+            print(handle.stats)
 
     You may drop it at any time: the copy goes on, and nothing blocks or leaks. Any thread may use
     it. Its methods release the GIL while they wait.
@@ -225,6 +242,13 @@ def start_copy(
 @final
 class Parcel:
     """A nested batch as one run of bytes: what `pack` returns.
+
+    For example::
+
+        tdcopier.pack(batch).save("batch.parcel")
+        parcel = tdcopier.Parcel.load("batch.parcel")  # perhaps in another process
+        print(parcel.nbytes, parcel.needs_pickle)
+        batch = parcel.to("cuda")
 
     It has the buffer protocol, so `bytes(parcel)`, `memoryview(parcel)`, files and sockets take all
     its bytes without walking leaves. `start_copy` and the other calls of this package take it in
@@ -460,6 +484,12 @@ def raise_bad_rows() -> None: ...
 
 class PinnedMemory:
     """Memory that `pin_memory_` has pinned.
+
+    For example::
+
+        memory = tdcopier.pin_memory_(dataset.tensors)
+        print(f"{memory.nbytes / 1e9:.1f} GB are pinned")
+        memory.close()
 
     It stays pinned, and alive, until `close`, the end of a `with` block, or the end of this object.
     """

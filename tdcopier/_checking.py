@@ -30,7 +30,15 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 class SourceModifiedError(RuntimeError):
-    """A source was modified before its copy was done. Raised only with `TDCOPIER_CHECK=1`."""
+    """A source was modified before its copy was done. Raised only with `TDCOPIER_CHECK=1`.
+
+    For example::
+
+        try:
+            result = handle.get()
+        except tdcopier.SourceModifiedError as error:
+            print(error)  # names the leaf, and the line that started the copy
+    """
 
 
 SourceModifiedError.__module__ = "tdcopier"

@@ -125,6 +125,11 @@ def copy(data: T, device: Device, **options: Unpack[CopyOptions]) -> T: ...
 def copy(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
     """Return `data` with every leaf on `device`, and block until it has arrived.
 
+    For example::
+
+        labels = tdcopier.copy({"boxes": boxes, "ids": ids}, "cuda")
+        labels["boxes"].mean()
+
     This is `start_copy(...).get()`. Leaves that are on `device` already come back as the same
     objects: `copy(batch, "cpu")` of tensors on the host copies nothing.
 
@@ -154,6 +159,11 @@ def async_to(data: T, device: Device, **options: Unpack[CopyOptions]) -> AsyncCo
 @keep_out_of_graphs("async_to()")
 def async_to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> AsyncCopyHandle[Any]:
     """Start to move a TensorDict to `device`, and return a handle at once.
+
+    For example::
+
+        handle = tdcopier.async_to(td, "cuda")
+        losses = loss_module(handle.wait())
 
     `get()` and `wait()` return what `data.to(device)` would return: a collection of the same class,
     with `device` set on every node (so entries that you set later move there too), and with the
@@ -192,6 +202,11 @@ def to(data: T, device: Device, **options: Unpack[CopyOptions]) -> T: ...
 @keep_out_of_graphs("to()", "the tree that it returns")
 def to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
     """Move a TensorDict to `device` and block until it has arrived: `async_to(...).get()`.
+
+    For example::
+
+        moved = tdcopier.to(td, "cuda:0")
+        assert moved.device == torch.device("cuda:0")
 
     Takes the options in `CopyOptions`. There is no `non_blocking`, since `async_to` is that, and no
     `dtype`, since a copy keeps dtypes.

@@ -32,6 +32,11 @@ def start_copy_into(
 ) -> AsyncCopyHandle[T]:
     """Start to copy the values of one tree into an existing one, and return a handle at once.
 
+    For example::
+
+        tdcopier.start_copy_into(batch, static).wait()
+        graph.replay()  # reads the memory of `static`
+
     Each leaf of `source` is copied into the leaf of `destination` at the same place. Both are
     tensors or numpy arrays, on the host (pageable, pinned or memory-mapped) or on devices, strided
     or not, in any combination. `get()` and `wait()` return `destination` itself. No memory is
@@ -144,6 +149,12 @@ def copy_into(
     copy_opaque: bool = False,
 ) -> T:
     """Copy the values of one tree into an existing one, block until they are there, and return it.
+
+    For example::
+
+        static = tdcopier.copy(batch, "cuda")
+        for batch in loader:
+            train_step(tdcopier.copy_into(batch, static))
 
     This is `start_copy_into(...).get()`, which describes the arguments and the errors. `source` is
     read, and `destination` written, only within this call: Ctrl-C raises after the last write, and

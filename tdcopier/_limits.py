@@ -46,6 +46,10 @@ def integer(name: str, value: object) -> int:
 def set_staging_bytes(limit_bytes: int) -> None:
     """Set the limit on the pinned memory that stages copies to one device; default 64 MiB.
 
+    For example::
+
+        tdcopier.limits.set_staging_bytes(256 * 1024**2)
+
     The limit applies to each device separately. A copy that finds every staging buffer (2 MiB each)
     in use waits for one. Copies into existing memory of the device use at most half of the buffers,
     and copies from the device into existing memory of the host at most a quarter, so that copies
@@ -72,6 +76,10 @@ def set_staging_bytes(limit_bytes: int) -> None:
 def set_pinned_bytes(limit_bytes: int) -> None:
     """Set the limit on the memory of the pool of pinned memory; default: half of the machine's.
 
+    For example::
+
+        tdcopier.limits.set_pinned_bytes(16 * 1024**3)  # in a container with 32 GiB
+
     It applies to the process, to leased and free memory together. A lease that would exceed it
     first frees blocks that are not in use, then waits for copies in flight, then raises
     `MemoryError`; a large result on the host goes to torch's allocator instead, which this does not
@@ -91,6 +99,10 @@ def set_pinned_bytes(limit_bytes: int) -> None:
 def set_slab_bytes(limit_bytes: int) -> None:
     """Set the limit on the pinned memory through which a loader's workers send; default 2 GiB.
 
+    For example::
+
+        tdcopier.limits.set_slab_bytes(4 * 1024**3)  # for 12 workers
+
     The limit applies to the process, to the slabs of all loaders together (see the guide "From a
     DataLoader to the GPU"). Six workers that prepare two batches each, of 64 MB, and a loop with
     two more ahead need 1.4 GiB. Batches that come in a slab over the limit are not lost: the slab
@@ -106,6 +118,10 @@ def set_slab_bytes(limit_bytes: int) -> None:
 @keep_out_of_graphs("limits.set_run_ahead()")
 def set_run_ahead(batches: int) -> None:
     """Set how many handed-over batches the host may be ahead of the device; default 4.
+
+    For example::
+
+        tdcopier.limits.set_run_ahead(2)  # less device memory in large batches
 
     A dropped batch keeps its device memory until the device has read it, so without a bound a loop
     that is limited by the device would accumulate memory. `start_copy` therefore waits until the

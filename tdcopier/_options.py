@@ -47,6 +47,11 @@ SENDING = _Sending()
 class CopyOptions(TypedDict, total=False):
     """Keyword options of `start_copy` and of every function that passes options on to it.
 
+    For example::
+
+        options: tdcopier.CopyOptions = {"pack_cpu_tensors": False, "on_unknown": "raise"}
+        batch = tdcopier.copy(batch, "cuda", **options)
+
     `copy`, `async_to`, `to`, `prepare`, `prefetch`, `start_gather`, `gather` and `torchrl.ToDevice`
     take all of them. `start_copy_into` and `start_scatter`, and the same without `start_`, take
     `use_pinned_staging` and `use_background_thread`.

@@ -31,6 +31,11 @@ _MOST_WAITS = 32
 class Usage:
     """The pinned memory of this process, in bytes: see `pinned.usage`.
 
+    For example::
+
+        usage = tdcopier.pinned.usage()
+        print(f"{usage.leased_bytes + usage.free_bytes} of {usage.limit_bytes} bytes in the pool")
+
     Attributes:
         leased_bytes: Of the pool: in use by tensors, by a device that has not finished with memory
             that came back, or not yet made.
@@ -92,6 +97,11 @@ def lease(sizes_bytes: Iterable[int]) -> Iterator[torch.Tensor]:
 def usage() -> Usage:
     """Return how much pinned memory the process has, and for what. Never blocks for long.
 
+    For example::
+
+        if tdcopier.pinned.usage().free_bytes > 8 * 1024**3:
+            tdcopier.pinned.trim()
+
     Memory that `pin_memory_` has pinned is not counted.
     """
     return Usage(*_C.pinned_use(), _C.pinned_slab_bytes())
@@ -100,6 +110,10 @@ def usage() -> Usage:
 @keep_out_of_graphs("pinned.staging_buffer_bytes()")
 def staging_buffer_bytes(device: Device) -> int:
     """Return the number of bytes of pinned memory that currently stage copies to and from `device`.
+
+    For example::
+
+        print(tdcopier.pinned.staging_buffer_bytes("cuda:0") // 2**20, "MiB")
 
     Prefetched batches that wait to be sent have memory of their own, which is not counted here: see
     `limits.set_staging_bytes`.
@@ -110,6 +124,11 @@ def staging_buffer_bytes(device: Device) -> int:
 @keep_out_of_graphs("pinned.reserve()")
 def reserve(nbytes: int) -> int:
     """Pin `nbytes` and 0.1 % more beforehand, in one piece; return how many bytes were pinned.
+
+    For example::
+
+        tdcopier.pinned.reserve(sum(weight.nbytes for weight in model.parameters()))
+        parked = tdcopier.park(model)  # need not wait for memory
 
     Later leases of `nbytes` together take their memory from there without a wait: each is rounded
     up, for which the 0.1 % are. If the pool has a free piece of that size, nothing is pinned and 0
@@ -133,6 +152,10 @@ def reserve(nbytes: int) -> int:
 @keep_out_of_graphs("pinned.trim()")
 def trim() -> int:
     """Return the pool's blocks that are wholly free to the system; return how many bytes they had.
+
+    For example::
+
+        freed_bytes = tdcopier.pinned.trim()
 
     Memory that is leased stays, and so does a block of which a part is leased.
     """

@@ -104,6 +104,13 @@ class BatchLayout(NamedTuple):
 class PreparedCopy:
     """Starts copies of batches that have the layout of an example; made by `prepare`.
 
+    For example::
+
+        plan = tdcopier.prepare(batches[0], "cuda")
+        handle = plan.start_copy(batches[1])
+        if plan.misfits:
+            print(plan.why_not(batches[1]))
+
     A batch fits if its leaves match those of the example: the same number from each device, in the
     same order, with the same dtypes, shapes and strides. Values, memory addresses, the containers
     around the leaves and their keys, and opaque values may differ from batch to batch. So may

@@ -6,7 +6,16 @@ A stream is given by the index of its device and its id. Sizes are in bytes.
 MAX_DEVICES: int
 
 class Gate:
-    """A gate that a stream waits for, see :func:`tdcopier.sim.busy`."""
+    """A gate that a stream waits for, see :func:`tdcopier.sim.busy`.
+
+    For example::
+
+        gate = sim.Gate()
+        sim.busy(gate)
+        handle = tdcopier.start_copy(on_device, "cpu")
+        assert not handle.ready()  # its stream waits
+        gate.open()
+    """
 
     def __init__(self) -> None: ...
     def open(self) -> None:

@@ -12,6 +12,13 @@ from typing import Any, NamedTuple
 class StepTimes(NamedTuple):
     """Time that one copy has spent in each phase so far, in microseconds of a steady clock.
 
+    For example::
+
+        with tdcopier.stats.time_steps():
+            handle = tdcopier.start_copy(batch, "cuda")
+        handle.get()
+        print(f"{handle.stats.steps.stage_us:.0f} us of staging")
+
     The times of threads that run in parallel add up, so `stage` and `enqueue` may exceed the
     duration of the copy.
     """
@@ -36,6 +43,12 @@ class StepTimes(NamedTuple):
 
 class CopyStats(NamedTuple):
     """Counts of one copy. Transfers and bytes are complete once the handle is `ready()`.
+
+    For example::
+
+        handle = tdcopier.start_copy(batch, "cuda")
+        handle.get()
+        print(f"{handle.stats.packed_leaves} leaves in {handle.stats.transfers} transfers")
 
     Every leaf is counted once: `packed_leaves + alone_leaves + delegated_leaves + reused_leaves` is
     the number of tensors and arrays in the tree. A TensorDict (or a part of one) that is delegated

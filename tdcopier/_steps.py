@@ -21,6 +21,12 @@ _wanted = 0  # number of open blocks; guarded by _lock
 def time_steps() -> Iterator[None]:
     """Time the phases of each copy that starts within the block, for `handle.stats.steps`.
 
+    For example::
+
+        with tdcopier.stats.time_steps():
+            handle = plan.start_copy(batch)
+        print(handle.stats.steps)
+
     Applies to the whole process, in every thread, until all threads have left their blocks. The
     environment variable `TDCOPIER_TIME_STEPS=1` has the same effect from the import on. When timing
     is off, a phase costs two checks of a flag.

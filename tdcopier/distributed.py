@@ -121,6 +121,11 @@ def receiver(
 ) -> Receiver:
     """Open the end of a channel that receives; it returns at once, and senders may come.
 
+    For example::
+
+        for rollout in tdcopier.distributed.receiver(device="cuda", store=store, name="rollouts"):
+            learn(rollout)
+
     ``rx.next().wait()`` is the next batch on the device: a batch arrives in pinned memory, from
     which one copy sends it. A batch whose parcel needs no pickle can come from anyone; others only
     with `allow_pickle`, from senders that you trust.
@@ -211,6 +216,11 @@ def follow(
     interface: str | None = None,
 ) -> Follower:
     """Follow the weights that another process publishes: `update` writes the newest to a module.
+
+    For example::
+
+        followed = tdcopier.distributed.follow(policy, store=store, name="policy")
+        print(f"begins with version {followed.update(timeout_s=60)}")
 
     Args:
         weights: as for `publish`, with the same names, shapes and dtypes, on any device.

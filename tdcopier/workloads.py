@@ -47,7 +47,12 @@ IMAGE_WIDTH = 704
 
 
 class Camera(TypedDict):
-    """Labels in one camera's image, with ``N`` objects: ``29 * N + 48`` bytes in 5 leaves."""
+    """Labels in one camera's image, with ``N`` objects: ``29 * N + 48`` bytes in 5 leaves.
+
+    For example::
+
+        boxes = tdcopier.workloads.detection_batch()[0]["cameras"][5]["boxes"]
+    """
 
     boxes: torch.Tensor
     """(N, 4) float32: x0, y0, x1, y1 in pixels."""
@@ -62,7 +67,12 @@ class Camera(TypedDict):
 
 
 class Sample(TypedDict):
-    """Labels of one moment in time, with ``M`` objects around the vehicle."""
+    """Labels of one moment in time, with ``M`` objects around the vehicle.
+
+    For example::
+
+        objects = [len(sample["boxes_3d"]) for sample in tdcopier.workloads.detection_batch()]
+    """
 
     cameras: list[Camera]
     boxes_3d: torch.Tensor
@@ -74,14 +84,24 @@ class Sample(TypedDict):
 
 
 class SampleWithImages(Sample):
-    """A sample with the pixels of its cameras."""
+    """A sample with the pixels of its cameras.
+
+    For example::
+
+        images = tdcopier.workloads.detection_batch_with_images(samples=1)[0]["images"]
+    """
 
     images: torch.Tensor
     """(cameras, 3, 256, 704) uint8."""
 
 
 class AtariStep(TypedDict):
-    """State of an environment at one step, in ``R`` rows: ``28,227 * R`` bytes in 4 leaves."""
+    """State of an environment at one step, in ``R`` rows: ``28,227 * R`` bytes in 4 leaves.
+
+    For example::
+
+        pixels = tdcopier.workloads.atari_replay(rows=4)["pixels"]
+    """
 
     pixels: torch.Tensor
     """(R, 4, 84, 84) uint8: the last four frames, in greyscale."""
@@ -94,14 +114,24 @@ class AtariStep(TypedDict):
 
 
 class AtariStepAfter(AtariStep):
-    """State of an environment after an action, with the reward."""
+    """State of an environment after an action, with the reward.
+
+    For example::
+
+        reward = tdcopier.workloads.atari_replay(rows=4)["next"]["reward"]
+    """
 
     reward: torch.Tensor
     """(R, 1) float32."""
 
 
 class AtariReplay(AtariStep):
-    """Rows of a replay buffer."""
+    """Rows of a replay buffer.
+
+    For example::
+
+        index = tdcopier.workloads.atari_replay(rows=4)["index"]
+    """
 
     action: torch.Tensor
     """(R,) int64."""
@@ -112,6 +142,11 @@ class AtariReplay(AtariStep):
 
 def detection_batch(samples: int = 16, cameras: int = 6, seed: int = 0) -> list[Sample]:
     """Return six-camera 3D detection labels, as a data loader yields them.
+
+    For example::
+
+        batch = tdcopier.workloads.detection_batch(samples=4, cameras=2)
+        print(tdcopier.explain(batch, "cuda"))
 
     With the defaults: 528 leaves, 153,152 bytes, the largest leaf 2,240 bytes. The number of
     objects varies from 8 to 80 over the cameras and over the samples. The counts are spread evenly
@@ -139,6 +174,10 @@ def detection_batch_with_images(
 ) -> list[SampleWithImages]:
     """Return :func:`detection_batch` plus (cameras, 3, 256, 704) uint8 images for each sample.
 
+    For example::
+
+        batches = [tdcopier.workloads.detection_batch_with_images(seed=seed) for seed in range(4)]
+
     With the defaults: 544 leaves, 52,057,664 bytes, of which 16 leaves of 3,244,032 bytes each are
     images. This is the common case of a training step: many tiny leaves and a few large ones.
 
@@ -164,6 +203,10 @@ def detection_batch_with_images(
 def one_large(size_bytes: int = 1 << 28, seed: int = 0) -> torch.Tensor:
     """Return one (``size_bytes // 4``,) int32 tensor; by default 256 MiB (268,435,456 bytes).
 
+    For example::
+
+        handle = tdcopier.start_copy(tdcopier.workloads.one_large(1 << 24), "cuda")
+
     Each value encodes its position, so a piece that arrives in the wrong place is detected.
 
     Args:
@@ -178,6 +221,10 @@ def one_large(size_bytes: int = 1 << 28, seed: int = 0) -> torch.Tensor:
 
 def many_large(leaves: int = 64, leaf_bytes: int = 1 << 22, seed: int = 0) -> list[torch.Tensor]:
     """Return int32 leaves of one size; by default 64 of 4 MiB, together 268,435,456 bytes.
+
+    For example::
+
+        weights = tdcopier.workloads.many_large(leaves=8, leaf_bytes=1 << 20)
 
     Examples of such batches are the weights of a layer or its optimizer state, brought back from
     the host, and precomputed features of a clip. Values encode positions, as in :func:`one_large`,
@@ -198,6 +245,10 @@ def many_large(leaves: int = 64, leaf_bytes: int = 1 << 22, seed: int = 0) -> li
 
 def atari_replay(rows: int = 256, seed: int = 0) -> AtariReplay:
     """Return rows sampled from a replay buffer of Atari frames, as a learner gets them.
+
+    For example::
+
+        rows = tdcopier.copy(tdcopier.workloads.atari_replay(rows=64), "cuda")
 
     With the defaults: 11 leaves, 14,457,344 bytes, of which the two stacks of frames have 7,225,344
     each and all others together 6,656. The nesting is that of torchrl's buffers: the step, the step
@@ -223,6 +274,10 @@ def atari_replay(rows: int = 256, seed: int = 0) -> AtariReplay:
 def flat_dict(leaves: int = 1000, floats: int = 64, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return one dict of (``floats``,) float32 leaves; by default 1000 leaves, 256,000 bytes.
 
+    For example::
+
+        last = tdcopier.workloads.flat_dict(leaves=100, floats=16)["leaf_99"]
+
     Args:
         leaves: Leaves in the dict, under the keys ``"leaf_0"``, ``"leaf_1"``, ...
         floats: Values per leaf.
@@ -236,7 +291,12 @@ def flat_dict(leaves: int = 1000, floats: int = 64, seed: int = 0) -> dict[str, 
 
 
 class Workload(NamedTuple):
-    """A batch with a name."""
+    """A batch with a name.
+
+    For example::
+
+        batch = tdcopier.workloads.WORKLOADS["flat_dict"].make(7)  # 7 is the seed
+    """
 
     make: Callable[[int], Any]
     """Takes a seed and returns a tree."""
@@ -262,6 +322,10 @@ WORKLOADS: dict[str, Workload] = {
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     """Apply ``fn`` to every tensor of the tree in the plain recursive way, with one call per leaf.
 
+    For example::
+
+        expected = tdcopier.workloads.map_tensors(batch, lambda leaf: leaf.to("cuda"))
+
     With ``fn=lambda leaf: leaf.to(device)`` it is the reference that a copy is compared with.
 
     Args:
@@ -286,6 +350,11 @@ def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
 def leaves_with_paths(tree: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
     """Return every tensor of the tree with its path, for example ``"[3]['cameras'][0]['boxes']"``.
 
+    For example::
+
+        for path, leaf in tdcopier.workloads.leaves_with_paths(batch):
+            print(path, tuple(leaf.shape))
+
     Args:
         tree: As in :func:`map_tensors`.
         path: A prefix of every path.
@@ -309,6 +378,10 @@ def leaves_with_paths(tree: Any, path: str = "") -> list[tuple[str, torch.Tensor
 def leaves(tree: Any) -> list[torch.Tensor]:
     """Return every tensor of the tree, in the order of the containers.
 
+    For example::
+
+        largest_bytes = max(leaf.nbytes for leaf in tdcopier.workloads.leaves(batch))
+
     Args:
         tree: As in :func:`map_tensors`.
 
@@ -320,6 +393,10 @@ def leaves(tree: Any) -> list[torch.Tensor]:
 
 def total_bytes(tree: Any) -> int:
     """Return the bytes of all tensors of the tree, without padding between them.
+
+    For example::
+
+        print(f"{tdcopier.workloads.total_bytes(batch) / 1e6:.1f} MB")
 
     Args:
         tree: As in :func:`map_tensors`.

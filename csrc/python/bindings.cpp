@@ -168,13 +168,29 @@ PYBIND11_MODULE(_C, m) {
   py::object internal_error =
       py::register_exception<tdcopier::InternalError>(m, "InternalError", PyExc_RuntimeError);
   internal_error.attr("__module__") = "tdcopier";
-  internal_error.attr("__doc__") =
-      "An invariant of the engine does not hold. This is a bug in tdcopier: please report it.";
+  internal_error.attr("__doc__") = R"(
+An invariant of the engine does not hold. This is a bug in tdcopier: please report it.
+
+For example::
+
+    try:
+        batch = tdcopier.copy(batch, "cuda")
+    except tdcopier.InternalError:
+        print(tdcopier.info())  # for the report
+        raise)";
 
   bind_enums(m);
   py::class_<Handle> handle(m, "AsyncCopyHandle", py::custom_type_setup(make_handle_type),
                             R"(
 The handle of a copy, as `start_copy` and the other `start_` functions return it.
+
+For example::
+
+    handle = tdcopier.start_copy(batch, "cuda")
+    following = next(batches)  # meanwhile
+    loss = model(handle.wait())
+    if handle.ready() and handle.stats.fallbacks:
+        print(handle.stats)
 
 You may drop it at any time: the copy goes on, and nothing blocks or leaks. Any thread may use it.
 Its methods release the GIL while they wait.)");

@@ -24,8 +24,15 @@ namespace tdcopier {
 
 void bind_memory(py::module_& m) {
   py::class_<PinnedMemory> pinned_memory(m, "PinnedMemory", R"(
-Memory that `pin_memory_` has pinned. It stays pinned, and alive, until `close`, the end of a `with`
-block, or the end of this object.)");
+Memory that `pin_memory_` has pinned.
+
+For example::
+
+    memory = tdcopier.pin_memory_(dataset.tensors)
+    print(f"{memory.nbytes / 1e9:.1f} GB are pinned")
+    memory.close()
+
+It stays pinned, and alive, until `close`, the end of a `with` block, or the end of this object.)");
   pinned_memory.attr("__module__") = "tdcopier.pinned";
   pinned_memory
       .def(py::init([](py::handle data, py::handle device) {

@@ -47,6 +47,13 @@ void bind_parcels(py::module_& m) {
                             py::custom_type_setup(make_parcel_type), R"(
 A nested batch as one run of bytes: what `pack` returns.
 
+For example::
+
+    tdcopier.pack(batch).save("batch.parcel")
+    parcel = tdcopier.Parcel.load("batch.parcel")  # perhaps in another process
+    print(parcel.nbytes, parcel.needs_pickle)
+    batch = parcel.to("cuda")
+
 It has the buffer protocol, so `bytes(parcel)`, `memoryview(parcel)`, files and sockets take all its
 bytes without walking leaves. `start_copy` and the other calls of this package take it in the place
 of its tree, anywhere in a batch. Its bytes change only if you write to them: to the leaves of

@@ -181,7 +181,16 @@ PYBIND11_MODULE(_sim, m) {
   bind_detect(m);
   bind_schedule(m);
 
-  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate", "A gate that a stream waits for: see `busy`.")
+  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate", R"(
+A gate that a stream waits for, see :func:`tdcopier.sim.busy`.
+
+For example::
+
+    gate = sim.Gate()
+    sim.busy(gate)
+    handle = tdcopier.start_copy(on_device, "cpu")
+    assert not handle.ready()  # its stream waits
+    gate.open())")
       .def(py::init(&Gate::make))
       .def("open", &Gate::open, "Let all streams that wait, now or later, continue.", Release())
       .def("is_open", &Gate::is_open, "Return whether streams pass.", Release())

@@ -147,6 +147,11 @@ class Info(TypedDict):
 def info(*, make_contexts: bool = False) -> Info:
     """Return what a bug report needs: versions, devices, limits in force, threads, switches.
 
+    For example::
+
+        report = tdcopier.info()
+        print(report["versions"]["torch"], report["limits"]["run_ahead_batches"])
+
     The report consists of plain dicts, lists, strings and numbers, so `json.dumps` accepts it. An
     entry that cannot be determined is `{"unknown": reason}`. `python -m tdcopier info` prints the
     report.

@@ -90,6 +90,14 @@ def register(
 ) -> None:
     """Register a class as a container, so that its children are copied.
 
+    For example::
+
+        tdcopier.containers.register(
+            Graph,
+            flatten=lambda graph: ((graph.nodes, graph.edges), graph.name),
+            unflatten=lambda children, name: Graph(*children, name),
+        )
+
     Without it, values of the class are opaque or are moved by a ``.to`` of their own. A class that
     is defined again, for example in a notebook cell, is another class: register it too. The old
     registration is freed with the old class.
@@ -190,6 +198,10 @@ def register_tensor_subclass(
 @keep_out_of_graphs("containers.unregister()")
 def unregister(cls: type) -> None:
     """Undo `containers.register` or `register_tensor_subclass`.
+
+    For example::
+
+        tdcopier.containers.unregister(Graph)
 
     Copies that have been started keep to the registration.
 

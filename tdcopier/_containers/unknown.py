@@ -71,6 +71,12 @@ _ACCEPTED = (
 class UnknownTypeWarning(UserWarning):
     """A value whose class tdcopier does not know was left as it is.
 
+    For example::
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", tdcopier.containers.UnknownTypeWarning)
+            tdcopier.copy(batch, "cuda", on_unknown="warn")
+
     A copy passed it through unchanged, or left an attribute with tensors beside the fields or items
     of a container; `park` left the tensors in it where they are, or `snapshot` copied them where
     they are. Only with `on_unknown="warn"`, and once for each class.

@@ -83,6 +83,11 @@ def scatter(
 ) -> Any:
     """Send each rank of a group a tree of its own, from one rank that has all of them.
 
+    For example::
+
+        shards = split(batch, world_size) if rank == 0 else None
+        shard = tdcopier.distributed.scatter(shards, src=0)
+
     All sizes are broadcast in one message. Then each rank receives one message with its tree, in
     the form that `broadcast` uses. The trees may have nothing in common.
 
@@ -129,6 +134,12 @@ def gather(
 ) -> list[Any] | None:
     """Send each rank's tree to one rank, which gets all of them.
 
+    For example::
+
+        rollouts = tdcopier.distributed.gather(rollout, dst=0)
+        if rollouts is not None:  # on rank 0
+            learn(rollouts)
+
     All sizes are exchanged in one message of each rank. Then each sends its tree, in the form that
     `broadcast` uses. The trees may have nothing in common.
 
@@ -168,6 +179,11 @@ def gather(
 
 def all_gather(tree: Any, *, group: Group | None = None, device: Device | None = None) -> list[Any]:
     """Send each rank's tree to every rank of a group.
+
+    For example::
+
+        found = tdcopier.distributed.all_gather({"loss": loss, "step": step})
+        mean = torch.stack([each["loss"] for each in found]).mean()
 
     As `gather`, to all. Each rank sends as many bytes as the largest tree has.
 

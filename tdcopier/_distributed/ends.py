@@ -21,11 +21,27 @@ _LOOKS_S = 1.0
 
 
 class ChannelClosedError(EOFError):
-    """The other end, or this one, has closed the channel."""
+    """The other end, or this one, has closed the channel.
+
+    For example::
+
+        try:
+            tx.start(batch)
+        except tdcopier.distributed.ChannelClosedError:
+            print("the learner has stopped")
+    """
 
 
 class PeerLostError(ConnectionError):
-    """The process at the other end has ended, or has not answered for the channel's timeout."""
+    """The process at the other end has ended, or has not answered for the channel's timeout.
+
+    For example::
+
+        try:
+            batch = rx.next(timeout_s=60).wait()
+        except tdcopier.distributed.PeerLostError as error:
+            start_sender_again(error)
+    """
 
 
 ChannelClosedError.__module__ = PeerLostError.__module__ = "tdcopier.distributed"

@@ -20,7 +20,15 @@ _SLOTS = 2
 
 
 class Follower(End):
-    """Gets a publisher's weights. Made by `follow`. `with` closes it."""
+    """Gets a publisher's weights. Made by `follow`. `with` closes it.
+
+    For example::
+
+        follower = tdcopier.distributed.follow(actor, store=store)
+        while follower.update(timeout_s=1) < 1000:
+            play(actor)
+        follower.close()
+    """
 
     _what = "follower"
 

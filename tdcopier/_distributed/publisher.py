@@ -25,7 +25,14 @@ _MOST_OF_PART = 0.5
 
 
 class PublisherStats(NamedTuple):
-    """Counts of one publisher."""
+    """Counts of one publisher.
+
+    For example::
+
+        weights = tdcopier.distributed.publish(model, store=store)
+        if weights.stats.lost_peers:
+            restart_actors()
+    """
 
     messages: int
     """To all followers together."""
@@ -48,7 +55,15 @@ class _Follower(Link):
 
 
 class Publisher(Hub):
-    """Sends weights to processes that follow. Made by `publish`. `with` closes it."""
+    """Sends weights to processes that follow. Made by `publish`. `with` closes it.
+
+    For example::
+
+        with tdcopier.distributed.publish(model, store=store) as publisher:
+            for batch in batches:
+                learn(batch)
+                print(f"version {publisher.publish()}")
+    """
 
     _what = "publisher"
 

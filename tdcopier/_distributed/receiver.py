@@ -17,7 +17,13 @@ from tdcopier._distributed.rendezvous import Found, Listener, Options
 
 
 class ReceiverStats(NamedTuple):
-    """Counts of one receiver."""
+    """Counts of one receiver.
+
+    For example::
+
+        rx = tdcopier.distributed.receiver(store=store)
+        print(f"{rx.stats.waiting} batches of {rx.stats.open_peers} senders are waiting")
+    """
 
     batches: int
     """That were taken."""
@@ -39,6 +45,13 @@ class ReceiverStats(NamedTuple):
 
 class Receiver(Hub):
     """Takes batches that senders have sent, each by one copy from pinned memory.
+
+    For example::
+
+        with tdcopier.distributed.receiver(device="cuda", store=store) as rx:
+            first = rx.next(timeout_s=60).wait()
+            for batch in rx:
+                learn(batch)
 
     Made by `receiver`. Iterating gives the batches on the device. Threads may share it. `with`
     closes it.

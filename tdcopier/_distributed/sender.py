@@ -15,7 +15,14 @@ from tdcopier._pack import Parcel
 
 
 class SenderStats(NamedTuple):
-    """Counts of one sender."""
+    """Counts of one sender.
+
+    For example::
+
+        tx = tdcopier.distributed.sender(store=store)
+        tx.start(batch)
+        print(f"{tx.stats.nbytes / tx.stats.batches} bytes per batch, {tx.stats.waits} waits")
+    """
 
     batches: int
     """That were started."""
@@ -29,6 +36,13 @@ class SenderStats(NamedTuple):
 
 class Sender(End):
     """Sends batches to one receiver, each as one message. Made by `sender`.
+
+    For example::
+
+        tx = tdcopier.distributed.sender(store=store, slots=4)
+        tx.start(batch, timeout_s=10)
+        tx.flush()  # the receiver's process has the batch
+        tx.close()
 
     Threads may share it. `with` closes it.
     """

@@ -139,6 +139,13 @@ for lack of memory, or because of Ctrl-C: the next call of `park` does it."""
 class Parked:
     """The handle of a state that `park` has moved to the host.
 
+    For example::
+
+        parked = tdcopier.park(model)
+        parked.wait_parked()
+        print(f"{parked.nbytes / 1e9:.1f} GB are on the host")
+        parked.resume()
+
     Keep it. If it is dropped while tensors are parked, they are resumed, with a `RuntimeWarning`.
     In a `with` statement, the end of the block resumes them. Any thread may use it.
     """

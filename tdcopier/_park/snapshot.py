@@ -41,6 +41,13 @@ _USE_GET = "use what its get() returns"
 class Snapshot:
     """The handle of a snapshot, as `snapshot` returns it.
 
+    For example::
+
+        taken = tdcopier.snapshot(averaged)
+        taken.before_update()
+        averaged.update_parameters(model)  # overwrites tensors without an optimizer
+        torch.save(taken.get(), "averaged.pt")
+
     You may drop it at any time. Any thread may use it.
     """
 

@@ -44,6 +44,14 @@ _BEGUN_ANEW = "another one over the source has begun; make a second prefetcher f
 class Prefetcher(AttributesOfSource, Generic[T_co]):
     """Yields the batches of a source on a device, in order; made by `prefetch`.
 
+    For example::
+
+        batches = tdcopier.prefetch(loader, "cuda", depth=3)
+        for epoch in range(10):
+            for batch in batches:
+                train_step(batch)
+        print(f"waited {batches.stats.waited_us / 1e6:.1f} s for batches")
+
     `for` starts a pass. If an earlier pass is unfinished, the type of the source decides. A source
     that can be iterated again (for example a list or a `DataLoader`) starts again from the
     beginning, and the earlier pass is closed. A source that cannot (a generator, any other

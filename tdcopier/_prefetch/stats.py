@@ -13,6 +13,12 @@ __all__ = ["PrefetchStats"]
 class PrefetchStats:
     """Totals over all passes of a `Prefetcher` so far. Times are in microseconds.
 
+    For example::
+
+        batches = tdcopier.prefetch(loader, "cuda")
+        train(batches)
+        print(f"{batches.stats.late_batches} of {batches.stats.batches} batches were late")
+
     If `waited_us` is small compared with the duration of the loop, no tuning is needed. If it is
     large and `idle_us` is near 0, the reader is always busy: the source or the copy is slower than
     the loop, and a larger `depth` does not help. If both are large, batches arrive unevenly: try a

@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 
 class ReplayStats(NamedTuple):
-    """Counts of a replay server, as of one moment."""
+    """Counts of a replay server, as of one moment.
+
+    For example::
+
+        server = tdcopier.replay.ReplayServer(buffer, store=store)
+        if server.stats.sample_wait_s > server.stats.insert_wait_s:
+            print(f"the learner waits: {server.stats.samples_per_insert:.1f} samples per row")
+    """
 
     size: int
     """Rows in the buffer."""

@@ -76,6 +76,14 @@ def start_gather(
 ) -> AsyncCopyHandle[Any]:
     """Start to copy rows of every leaf of `storage` to `device`, and return a handle at once.
 
+    For example::
+
+        storage = {"obs": torch.rand(100_000, 17), "action": torch.rand(100_000, 6)}
+        handle = tdcopier.start_gather(storage, torch.randint(100_000, (256,)), "cuda")
+        batch = handle.wait()
+        handle.wait_gathered()
+        storage["obs"][:512] = 0  # all rows of the batch have been read
+
     The result equals `storage[index].to(device)` for a TensorDict. For other containers, each leaf
     equals `leaf[index].to(device)`. It is new memory, even if the index would give a view; or it is
     `out`, whose leaves are filled. From pinned leaves (see `pin_memory_`) a CUDA device reads the
@@ -206,6 +214,10 @@ def gather(
     **options: Unpack[CopyOptions],
 ) -> Any:
     """Return rows of every leaf of `storage` on `device`, and block until they have arrived.
+
+    For example::
+
+        batch = tdcopier.gather(storage, torch.randint(100_000, (256,)), "cuda")
 
     This is `start_gather(...).get()`, which describes the arguments and the errors.
     """

@@ -32,6 +32,12 @@ def start_scatter(
 ) -> AsyncCopyHandle[T]:
     """Start to write a batch into rows of `storage`, and return a handle at once.
 
+    For example::
+
+        handle = tdcopier.start_scatter({"obs": obs, "action": action}, storage, torch.arange(64))
+        act()  # while the rows are on their way
+        handle.get()
+
     Has the effect of `storage[index] = batch`, leaf by leaf. To pinned leaves (see `pin_memory_`) a
     CUDA device that has the batch writes the rows itself. To others, the leaves of a batch on a
     device are gathered there, sent in one transfer per staging buffer, and written to their rows by
@@ -98,6 +104,10 @@ def scatter(
     use_background_thread: bool = True,
 ) -> T:
     """Write a batch into rows of `storage`, block until they are written, and return `storage`.
+
+    For example::
+
+        tdcopier.scatter(rollout, storage, range(512, 1024))  # rows 512 to 1023 are new
 
     This is `start_scatter(...).get()`, which describes the arguments and the errors. Ctrl-C raises
     after the last write, and at once when pressed again.

@@ -21,14 +21,30 @@ _WORKER_RELEASE_TIMEOUT_S = 0.3
 
 
 class Hazard(NamedTuple):
-    """An access or a leak that :func:`detect` reports; the kinds are listed there."""
+    """An access or a leak that :func:`detect` reports; the kinds are listed there.
+
+    For example::
+
+        with sim.detect() as detector:
+            train_one_step()
+            kinds = {hazard.kind for hazard in detector.hazards}
+    """
 
     kind: str
     message: str
 
 
 class HazardError(RuntimeError):
-    """Raised with the hazards that :func:`detect` has found."""
+    """Raised with the hazards that :func:`detect` has found.
+
+    For example::
+
+        try:
+            with sim.detect():
+                train_one_step()
+        except sim.HazardError as error:
+            print(error.hazards[0].message)
+    """
 
     def __init__(self, hazards: tuple[Hazard, ...]) -> None:
         """Describe the hazards, of which there is at least one."""
@@ -48,7 +64,14 @@ def _described(hazards: tuple[Hazard, ...]) -> str:
 
 
 class Detector:
-    """Looks for hazards during its ``with``. Made by :func:`detect`."""
+    """Looks for hazards during its ``with``. Made by :func:`detect`.
+
+    For example::
+
+        with sim.detect(leaks=True) as detector:
+            train_one_step()
+        print(detector)  # the number of hazards
+    """
 
     def __init__(self, leaks: bool) -> None:
         """Check that the simulation is enabled. The detection begins at ``with``."""

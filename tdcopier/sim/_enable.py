@@ -14,12 +14,24 @@ _lock = threading.Lock()
 
 
 def is_enabled() -> bool:
-    """Whether :func:`enable` has been called in this process."""
+    """Whether :func:`enable` has been called in this process.
+
+    For example::
+
+        device = "sim" if sim.is_enabled() else "cuda"
+    """
     return _sim.device_count() > 0
 
 
 def enable(devices: int = 2) -> None:
     """Register ``devices`` simulated devices, ``sim:0`` and so on, with torch as ``torch.sim``.
+
+    For example::
+
+        from tdcopier import sim
+
+        sim.enable(devices=1)
+        ones = torch.ones(3, device="sim")
 
     From then on until the process ends, ``torch.accelerator`` means ``sim``, even on a machine with
     a GPU. It may follow a ``backward()`` on other devices: autograd gets the threads that it lacks.

@@ -16,6 +16,13 @@ STREAM_CAPTURE_UNSUPPORTED = 900
 class Fault(Scope):
     """Makes a call of one kind fail, until :meth:`disarm` or the end of a ``with``.
 
+    For example::
+
+        with sim.fail_transfer(n=2) as fault, contextlib.suppress(torch.AcceleratorError):
+            train_one_step()
+        assert fault.fired
+        print(fault.struck)
+
     Made by :func:`fail_device_allocation`, :func:`fail_pinned_allocation`, :func:`fail_transfer`,
     :func:`fail_event_record`, :func:`fail_event_query` and :func:`fail_thread`. A fault that is
     dropped without being disarmed stays armed. Several may be armed at a time; each counts calls on
@@ -52,6 +59,11 @@ class Fault(Scope):
 def fail_device_allocation(n: int = 1, *, device: DeviceLike = None) -> Fault:
     """Make the ``n``-th device allocation from now on fail.
 
+    For example::
+
+        with sim.fail_device_allocation(), pytest.raises(torch.OutOfMemoryError):
+            torch.ones(3, device="sim")
+
     It raises ``torch.OutOfMemoryError``, even if cached memory would have sufficed. Allocations of
     no bytes are not counted.
 
@@ -73,6 +85,11 @@ def fail_device_allocation(n: int = 1, *, device: DeviceLike = None) -> Fault:
 
 def fail_pinned_allocation(n: int = 1, *, code: int = OUT_OF_MEMORY) -> Fault:
     """Make the ``n``-th allocation of pinned host memory from now on fail.
+
+    For example::
+
+        with sim.fail_pinned_allocation():
+            assert not tdcopier.copy(torch.ones(3, device="sim"), "cpu").is_pinned()
 
     It raises ``torch.AcceleratorError``, a ``RuntimeError``, as CUDA does if the host can pin no
     more memory, even if cached memory would have sufficed. Allocations of no bytes are not counted.
@@ -106,6 +123,13 @@ def fail_transfer(
     when: Literal["enqueue", "execution"] = "enqueue",
 ) -> Fault:
     """Make the ``n``-th transfer from now on fail with a ``torch.AcceleratorError`` that names it.
+
+    For example::
+
+        with sim.fail_transfer(direction="h2d", when="execution"):
+            handle = tdcopier.start_copy(batch, "sim")
+            with pytest.raises(torch.AcceleratorError):
+                handle.get()
 
     Transfers are counted as by :func:`counts`, when they are enqueued.
 
@@ -148,6 +172,11 @@ def fail_transfer(
 def fail_event_record(n: int = 1, *, device: DeviceLike = None) -> Fault:
     """Make the ``n``-th recording of an event from now on raise a ``torch.AcceleratorError``.
 
+    For example::
+
+        with sim.fail_event_record():
+            batch = tdcopier.copy(batch, "sim")  # by a slower path
+
     Nothing is enqueued then, and the event is unchanged. The events with which torch's own copy
     between two devices orders its streams are not counted.
 
@@ -175,6 +204,12 @@ def fail_event_query(
     code: int = STREAM_CAPTURE_UNSUPPORTED,
 ) -> Fault:
     """Make the ``n``-th query of an event from now on raise, although nothing is broken.
+
+    For example::
+
+        event = torch.sim.current_stream().record_event()
+        with sim.fail_event_query(times=2), pytest.raises(torch.AcceleratorError):
+            event.query()
 
     On ROCm, for example, a query raises while another thread captures a graph. The error is a
     ``torch.AcceleratorError`` with ``code`` as its ``error_code``. It says nothing about the event:
@@ -204,6 +239,11 @@ def fail_event_query(
 
 def fail_thread(n: int = 1) -> Fault:
     """Make the ``n``-th attempt of tdcopier's engine to start a thread from now on fail.
+
+    For example::
+
+        with sim.fail_thread():
+            tdcopier.copy(large_batch, "sim")  # with fewer threads, or none
 
     This simulates a process that may start no more threads: ``std::thread`` throws a
     ``std::system_error``. The engine makes its thread pools once, when they are first needed, and

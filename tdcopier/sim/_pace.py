@@ -10,6 +10,12 @@ from tdcopier.sim._scope import Scope
 class Pace(Scope):
     """Makes transfers take time, until :meth:`end` or the end of a ``with``. Made by :func:`pace`.
 
+    For example::
+
+        slow = sim.pace("d2h", latency_us=500)
+        tdcopier.copy(on_device, "cpu")
+        slow.end()
+
     A pace that is dropped without being ended stays active.
     """
 
@@ -36,6 +42,11 @@ def pace(
     bandwidth_bytes_per_s: float = float("inf"),
 ) -> Pace:
     """Make each transfer of a direction take ``latency_us`` + its bytes / the bandwidth.
+
+    For example::
+
+        with sim.pace("h2d", latency_us=10, bandwidth_bytes_per_s=12e9):
+            train_one_step()
 
     The time, an hour at most, passes on the transfer's stream before its bytes move. It applies to
     transfers that are enqueued while the pace is active; of several paces for one direction the

@@ -9,6 +9,12 @@ from tdcopier.sim._scope import Scope
 class Poison(Scope):
     """Sets when memory is poisoned, until :meth:`end` or the end of a ``with``.
 
+    For example::
+
+        setting = sim.poison(at_allocation=False)
+        train_one_step()
+        setting.end()
+
     Made by :func:`poison`. A setting that is dropped without being ended stays active.
     """
 
@@ -27,6 +33,11 @@ class Poison(Scope):
 
 def poison(*, at_allocation: bool = True, at_free: bool = True) -> Poison:
     """Fill device and pinned memory with a pattern when it is allocated, and when it is freed.
+
+    For example::
+
+        with sim.poison():
+            assert train_one_step() == expected_loss
 
     Without this call, memory is filled when it comes from the system, but not when it is freed.
     Reused memory then keeps its old bytes, so a use after free may find the values that it expects.

@@ -15,14 +15,29 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 DeadlockError = _sim.DeadlockError
-DeadlockError.__doc__ = (
-    "Every thread waits, and none can continue. The text says what each waits for."
-)
+DeadlockError.__doc__ = """\
+Every thread waits, and none can continue. The text says what each waits for.
+
+For example::
+
+    try:
+        with sim.schedule(seed):
+            train_one_step()
+    except sim.DeadlockError as error:
+        print(error)
+"""
 DeadlockError.__module__ = "tdcopier.sim"
 
 
 class ScheduledThread:
-    """A thread that takes part in a schedule. Made by :meth:`Schedule.thread`."""
+    """A thread that takes part in a schedule. Made by :meth:`Schedule.thread`.
+
+    For example::
+
+        with sim.schedule(seed=7) as schedule:
+            reader = schedule.thread(read_batch, loader)
+            batch = reader.join()
+    """
 
     def __init__(self, schedule: Schedule, function: Callable[[], Any], name: str) -> None:
         """Start the thread; it blocks until its turn comes."""
@@ -79,7 +94,14 @@ class ScheduledThread:
 
 
 class Schedule:
-    """Imposes one order of events during its ``with``. Made by :func:`schedule`."""
+    """Imposes one order of events during its ``with``. Made by :func:`schedule`.
+
+    For example::
+
+        with sim.schedule(seed=7) as schedule:
+            train_one_step()
+        print(f"{schedule.choices} choices, {len(schedule.steps)} steps: {schedule.fingerprint:x}")
+    """
 
     def __init__(self, seed: int, timeout_s: float) -> None:
         """Check the arguments. The schedule begins at ``with``."""

@@ -91,6 +91,12 @@ def backend() -> Iterator[BackendUse]:
 def install_backend() -> BackendUse:
     """Run TensorDict's own calls on the engine in every thread, until it is removed as often.
 
+    For example::
+
+        use = tdcopier.tensordict.install_backend()
+        td = td.to("cuda")
+        print(f"{use.by_engine} calls by the engine, {use.by_tensordict} by tensordict")
+
     Returns:
         Counts of calls since the installation; if it is installed already, since the first one.
     """
@@ -102,6 +108,12 @@ def install_backend() -> BackendUse:
 
 def remove_backend() -> None:
     """Undo one `tensordict.install_backend`; the last removal restores tensordict's own methods.
+
+    For example::
+
+        tdcopier.tensordict.install_backend()
+        train()
+        tdcopier.tensordict.remove_backend()
 
     Raises:
         RuntimeError: the backend is not installed.

@@ -34,6 +34,13 @@ _DRAWN = "tdcopier: a drawn sample"
 class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]
     """torchrl's `TensorDictReplayBuffer`, whose `sample` waits for no copy of index and weights.
 
+    For example::
+
+        buffer = tdcopier.torchrl.PackedTensorDictReplayBuffer(
+            storage=LazyTensorStorage(100_000), batch_size=256, prefetch=2
+        )
+        buffer.append_transform(tdcopier.torchrl.ToDevice("cuda"))
+
     torchrl moves index and weights to the device by one blocking copy each, in the caller's thread.
     Here they travel with the batch that `ToDevice` moves. (If the batch reaches a device in another
     way, they follow in one copy of their own.) With `prefetch=`, no thread waits for the device:

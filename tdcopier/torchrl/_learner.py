@@ -32,7 +32,15 @@ FEW_REPLAYS, MANY_CAPTURES = 10, 4
 
 
 class LearnerStats(NamedTuple):
-    """Counts of the steps of one learner."""
+    """Counts of the steps of one learner.
+
+    For example::
+
+        learner = tdcopier.torchrl.GraphedLearner(buffer, update)
+        learner.steps(1000)
+        if learner.stats.captures > 1:
+            print(learner.stats.why_captured)
+    """
 
     steps: int
     """All steps."""
@@ -46,6 +54,13 @@ class LearnerStats(NamedTuple):
 
 class GraphedLearner:
     """Draws a batch of a replay buffer, reads it, and learns, as one CUDA graph.
+
+    For example::
+
+        learner = tdcopier.torchrl.GraphedLearner(buffer, update, batch_size=256)
+        for _ in range(1000):
+            losses = learner.step()
+        print(learner)
 
     The buffer's storage stays in host memory and is pinned: the device reads the rows of a batch
     itself. A step then costs the host one replay, and no line of Python runs between its parts.

@@ -33,6 +33,13 @@ from tdcopier.torchrl._storage import Packed, WriteStats, is_on_the_host, places
 class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
     """torchrl's `LazyTensorStorage`, whose samples native threads gather into packed memory.
 
+    For example::
+
+        storage = tdcopier.torchrl.PackedLazyTensorStorage(100_000, sample_device="cuda")
+        buffer = tdcopier.torchrl.PackedTensorDictReplayBuffer(storage=storage, batch_size=32)
+        buffer.extend(rollout)
+        batch = buffer.sample()
+
     The rows are the same as torchrl's. They are in pinned host memory, which `ToDevice` sends
     without packing it again. With `sample_device` they go directly to that device.
 

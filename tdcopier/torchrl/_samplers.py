@@ -23,6 +23,14 @@ oldest."""
 class DeviceRandomSampler(RandomSampler):  # type: ignore[misc]
     """torchrl's `RandomSampler`, whose index is drawn on the device.
 
+    For example::
+
+        storage = tdcopier.torchrl.PackedLazyTensorStorage(8192, sample_device="cuda", pinned=True)
+        sampler = tdcopier.torchrl.DeviceRandomSampler("cuda")
+        buffer = tdcopier.torchrl.PackedTensorDictReplayBuffer(storage=storage, sampler=sampler)
+        buffer.extend(rollout)
+        index = buffer.sample(256)["index"]  # on the device
+
     From a `PackedLazyTensorStorage(..., sample_device=device, pinned=True)` the device then reads
     the rows that its own index names, after the work that the current stream has at the call, and
     `batch["index"]` is that tensor. With other storages torchrl copies the index to the host, which
@@ -74,7 +82,13 @@ def draw(index: torch.Tensor, rows: int | torch.Tensor, generator: torch.Generat
 
 
 class PriorityStats(NamedTuple):
-    """Counts of the calls to one `PackedPrioritizedSampler`, in this process."""
+    """Counts of the calls to one `PackedPrioritizedSampler`, in this process.
+
+    For example::
+
+        sampler = tdcopier.torchrl.PackedPrioritizedSampler(50_000, 0.7, 0.5)
+        print(f"{sampler.priority_stats.waits} of {sampler.priority_stats.late} updates waited")
+    """
 
     late: int
     """Calls that were applied later, because an index or priorities were on the device."""
@@ -84,6 +98,14 @@ class PriorityStats(NamedTuple):
 
 class PackedPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc]
     """torchrl's `PrioritizedSampler`, whose updates with priorities on the device do not wait.
+
+    For example::
+
+        sampler = tdcopier.torchrl.PackedPrioritizedSampler(50_000, 0.7, 0.5, priority_delay=1)
+        buffer = tdcopier.torchrl.PackedTensorDictReplayBuffer(storage=storage, sampler=sampler)
+        buffer.extend(rollout)
+        batch = buffer.sample(256)
+        buffer.update_priority(batch["index"], td_error(batch))
 
     Index and priorities travel to the host in one packed copy, and `update_priority` returns. The
     update is applied when its values are needed: before the next `sample` draws, and before the

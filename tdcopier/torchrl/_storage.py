@@ -29,6 +29,11 @@ _OPTIONS = options_for_filling(use_pinned_staging=True, use_background_thread=Tr
 class ReadStats(NamedTuple):
     """Counts of the reads of one packed storage, in this process.
 
+    For example::
+
+        storage = tdcopier.torchrl.PackedLazyMemmapStorage(1_000_000)
+        print(f"{storage.read_stats.fallbacks} reads by torchrl's own code")
+
     Each read is counted once in the first four; `moved_indices` is of all of them.
     """
 
@@ -48,7 +53,13 @@ class ReadStats(NamedTuple):
 
 
 class WriteStats(NamedTuple):
-    """Counts of the writes to one packed storage, in this process."""
+    """Counts of the writes to one packed storage, in this process.
+
+    For example::
+
+        storage = tdcopier.torchrl.PackedLazyTensorStorage(4096, sample_device="cuda", pinned=True)
+        print(storage.write_stats.by_device, storage.write_stats.waits)
+    """
 
     by_device: int
     """Batches on the device whose rows the device has written, to a pinned storage."""
@@ -241,7 +252,12 @@ class Packed(TensorStorage):  # type: ignore[misc]
 
 
 class PackedLazyMemmapStorage(Packed, LazyMemmapStorage):  # type: ignore[misc]
-    """torchrl's `LazyMemmapStorage`, read in place; otherwise like `PackedLazyTensorStorage`."""
+    """torchrl's `LazyMemmapStorage`, read in place; otherwise like `PackedLazyTensorStorage`.
+
+    For example::
+
+        storage = tdcopier.torchrl.PackedLazyMemmapStorage(1_000_000, scratch_dir="/data/replay")
+    """
 
 
 def takes_samples_on_a_device(buffer: Any) -> bool:

@@ -18,6 +18,11 @@ from tdcopier.torchrl._current_sample import current
 class ToDevice(Transform):  # type: ignore[misc]
     """Moves the batches that a replay buffer samples to a device, packed; the storage stays.
 
+    For example::
+
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=64)
+        buffer.append_transform(tdcopier.torchrl.ToDevice("cuda", on_unknown="raise"))
+
     Use it instead of `buffer.append_transform(lambda td: td.to(device))`. The batch equals the
     result of `td.to`; data that are no TensorDicts are moved as by `start_copy`. The transform can
     be pickled and copied.
