@@ -1,12 +1,16 @@
-"""The public names: which calls block, what their errors say, their types and docstrings."""
+"""The public names: which calls block, what their errors say, their types, docstrings, examples."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -250,3 +254,72 @@ def test_the_stub_has_the_docstrings_of_the_module():
         if not isinstance(node, ast.ClassDef) and said.startswith(f"{node.name}("):
             said = said.split("\n", 1)[1]  # pybind11's line with the signature
         assert said.split() == (ast.get_docstring(node) or "").split(), node.name
+
+
+# ---- examples ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("namespace", ["", *sorted(NAMESPACES), "ray", "torchrl"])
+def test_every_public_function_and_class_has_an_example_that_fits_the_names(namespace):
+    if namespace in ("ray", "torchrl"):
+        pytest.importorskip(namespace)
+    module = importlib.import_module(f"tdcopier.{namespace}".rstrip("."))
+    meant = {"sim": tdcopier.sim} if namespace == "sim" else {}
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            examples = _examples(value)
+            assert examples, f"{module.__name__}.{name} has no example"
+            wrong = [each for text in examples for each in _wrong_in(text, meant)]
+            assert not wrong, f"{module.__name__}.{name}: {wrong}"
+
+
+def test_an_example_with_a_wrong_name_or_keyword_is_found():
+    assert _wrong_in("tdcopier.copy(data, 'sim', pin=True)", {}) == ["tdcopier.copy has no pin="]
+    assert _wrong_in("from tdcopier import stats\nstats.Times", {}) == ["stats has no Times"]
+    assert not _wrong_in("tdcopier.copy([], 'sim', on_unknown='warn').x; stats.y(out=1)", {})
+
+
+def _examples(value: Any) -> list[str]:
+    """Return the blocks of code in the docstring of a function or class itself."""
+    said = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    blocks = re.findall(r"::\n\n((?: +\S.*\n|\n)+)", inspect.cleandoc(said or "") + "\n")
+    return [textwrap.dedent(block) for block in blocks]
+
+
+def _wrong_in(text: str, meant: dict[str, Any]) -> list[str]:
+    """Return the names and keywords of tdcopier in an example that do not exist."""
+    tree, names, wrong = ast.parse(text), {"tdcopier": tdcopier, **meant}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tdcopier"):
+            module = importlib.import_module(node.module or "")
+            names |= {each.asname or each.name: getattr(module, each.name) for each in node.names}
+
+    def found(node: ast.expr) -> Any:
+        if isinstance(node, ast.Attribute):
+            return getattr(found(node.value), node.attr, None)
+        return names.get(node.id) if isinstance(node, ast.Name) else None
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (owner := found(node.value)) is not None:
+            if not hasattr(owner, node.attr):
+                wrong.append(f"{ast.unparse(node.value)} has no {node.attr}")
+        elif isinstance(node, ast.Call) and (called := found(node.func)) is not None:
+            given = [each.arg for each in node.keywords if each.arg]  # None: of `**options`
+            unknown = set(given) - _keywords(called) if given else set()
+            wrong += [f"{ast.unparse(node.func)} has no {each}=" for each in sorted(unknown)]
+    return wrong
+
+
+def _keywords(called: Any) -> set[str]:
+    """Return what a function takes by keyword, or a class, which passes the rest to its base."""
+    keywords: set[str] = set()
+    for each in [cls.__init__ for cls in called.__mro__] if inspect.isclass(called) else [called]:
+        parameters = inspect.signature(each).parameters.values()
+        keywords |= {parameter.name for parameter in parameters}
+        rest = [each for each in parameters if each.kind is each.VAR_KEYWORD]
+        if any("CopyOptions" in str(each.annotation) for each in rest):
+            return keywords | set(tdcopier.CopyOptions.__annotations__)
+        if not rest:
+            break
+    return keywords
