@@ -18,7 +18,7 @@ from tdcopier._containers import unknown
 from tdcopier._containers.beside import tensors_beside
 from tdcopier._containers.delegated_parts import DelegatedPart, plain_parts, stays
 from tdcopier._options import Device, OnUnknown, native_options
-from tdcopier._prefetch.packing import why_not_packed
+from tdcopier._prefetch.packing_workers import why_not_packed
 from tdcopier._words import counted
 
 __all__ = ["ExplainedCounts", "ExplainedLeaf", "Explanation", "explain"]

@@ -1,4 +1,5 @@
 // Counters that pthread_atfork() handlers increment, one in the child and one in the parent.
+// forks.h lists all that act on a fork.
 #include "base/forks.h"
 
 #include <pthread.h>

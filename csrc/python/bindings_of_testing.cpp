@@ -11,6 +11,7 @@
 #include "engine/device/pinned_ranges.h"
 #include "engine/device/reclaim.h"
 #include "engine/device/thread_pools.h"
+#include "engine/jobs/result_memory.h"
 #include "engine/jobs/route.h"
 #include "engine/moves/row_kernel.h"
 #include "engine/moves/windows.h"

@@ -28,7 +28,7 @@ from tdcopier._prefetch.checking import (
 )
 from tdcopier._prefetch.in_loop import LoopPass
 from tdcopier._prefetch.of_source import AttributesOfSource
-from tdcopier._prefetch.packing import Packing
+from tdcopier._prefetch.packing_workers import Packing
 from tdcopier._prefetch.queue import BatchQueue, forks, refuse_in_child
 from tdcopier._prefetch.reader import ReaderPass
 from tdcopier._prefetch.source import NoState, Source, copier_of_state

@@ -79,7 +79,7 @@ PARCELS: dict[str, Defect] = {
     ),
     "leaf_beyond_its_bytes_accepted": Defect(
         "Bytes",
-        "python/walk/parcel_layout.cpp",
+        "python/walk/parcel_reader.cpp",
         "    if (!is_empty && !are_one_run(sizes, strides)) {",
         "    if (!is_empty && !are_one_run(sizes, strides) && !{defect}) {",
         "bytes_of_others_are_refused",

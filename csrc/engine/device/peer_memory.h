@@ -1,5 +1,5 @@
 // Whether one device can write the memory of another itself, so that no chunk has to be gathered
-// first, and torch's copies with their events for each are not needed.
+// first, and torch's copies with their events for each are not needed. jobs/route.cpp asks.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -1,4 +1,5 @@
-// Gathers the chunks of a range on the source device, then enqueues one transfer for each chunk.
+// Gathers the chunks of a range on the source device, straight to where they go or into scratch
+// memory, from which it enqueues one transfer for each chunk.
 #include "engine/jobs/from_device_job.h"
 
 #include <c10/core/StreamGuard.h>

@@ -2,25 +2,20 @@
 // for.
 #include "engine/jobs/route.h"
 
-#include <ATen/core/CachingHostAllocator.h>
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <utility>
 
-#include "base/forks.h"
 #include "engine/device/accelerator.h"
-#include "engine/device/fallbacks.h"
 #include "engine/device/graph_capture.h"
 #include "engine/device/peer_memory.h"
-#include "engine/device/pinned_pool.h"
 #include "engine/device/staging_ring.h"
 #include "engine/device/thread_pools.h"
 #include "engine/jobs/host_job.h"
 #include "engine/jobs/host_to_device_job.h"
 #include "engine/jobs/into_host_job.h"
+#include "engine/jobs/result_memory.h"
 #include "engine/jobs/rows_job.h"
 #include "engine/leaves/into_plan.h"
 #include "engine/moves/gather_scatter.h"
@@ -31,14 +26,10 @@ namespace {
 
 std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
 std::atomic<uint64_t> g_max_straight_bytes = kMaxStraightBytes;
-std::atomic<uint64_t> g_least_leased_bytes = kLeastLeasedResultBytes;
 std::atomic<bool> g_batches_deferred = true;
 
 // Chunks are gathered on a device in groups of up to this size.
 constexpr uint64_t kMaxGatheredBytes = 32 * 1024 * 1024;
-// Chunks of a leased result that are smaller than this part of the least one are made with torch's
-// allocator, which is faster for them.
-constexpr uint64_t kPartOfLeastLeased = 64;
 
 bool is_to_new_memory(const CopyWork& work) {
   return work.kept_destinations == nullptr;
@@ -200,7 +191,7 @@ Route from_device(const LeafGroup& group, const RouteOptions& options) {
   return route;
 }
 
-// ---- memory -------------------------------------------------------------------------------------
+// ---- deferred batches ---------------------------------------------------------------------------
 
 // Leases memory for a deferred batch; nullopt if the batch is not to be deferred or cannot be.
 std::optional<DeferredLease> lease_batch(const LeafGroup& group, const RouteOptions& options) {
@@ -214,70 +205,10 @@ std::optional<DeferredLease> lease_batch(const LeafGroup& group, const RouteOpti
   return Accelerator::of(group.target).deferred().lease(chunks.back().end());
 }
 
-void make_result(CopyWork& work, const MemoryOf& memory) {
-  auto result = std::make_shared<Result>(memory, work.leaves, work.plan);
-  result->allocate();
-  work.result = std::move(result);
-}
-
 // Returns whether a copy from the host to a device holds no buffer of the staging ring.
 bool needs_no_staging(const CopyWork& work) {
   const auto straight = [&](const ChunkPlan& chunk) { return is_straight(work, chunk); };
   return work.leaves->device().is_cpu() && std::ranges::all_of(work.plan->chunks, straight);
-}
-
-void make_result_on_device(LeafGroup& group, bool in_callers_order) {
-  Accelerator& target = Accelerator::of(group.target);
-  if (in_callers_order) {
-    return make_result(group.work, {.device = group.target, .writer = &target.ordered_stream()});
-  }
-  const bool waits = !group.work.leaves->device().is_cpu() || rows_of(group.work).on_device;
-  const c10::Stream& stream = waits ? target.ordered_stream() : target.to_device_stream();
-  make_result(group.work, {.device = group.target, .stream = &stream});
-}
-
-// Makes a large result of a device in leased memory. Returns whether it did: the pool may have no
-// room, or the driver refuse to pin. Waits for no device: torch's allocator may have memory.
-bool lease_result(LeafGroup& group, c10::Allocator* pinned) {
-  const c10::Device source = group.work.leaves->device();
-  const uint64_t least = g_least_leased_bytes;
-  if (group.work.plan->total_bytes < least || group.image || fork_generation() != 0) return false;
-  try {
-    make_result(group.work, {.device = group.target,
-                             .host_allocator = pinned,
-                             .leasing = Leasing{source, least / kPartOfLeastLeased}});
-    return true;
-  } catch (const std::runtime_error&) {
-    note_fallback();
-    return false;
-  }
-}
-
-// Makes a result in pinned memory, or in pageable memory if no more can be pinned and the caller
-// does not insist. Returns whether it is pinned.
-bool make_result_on_host(LeafGroup& group, const RouteOptions& options) {
-  const c10::Device source = group.work.leaves->device();
-  c10::Allocator* pinned = group.pinned_memory;
-  if (!source.is_cpu() && options.use_pinned_staging) pinned = at::getHostAllocator(source.type());
-  if (pinned == nullptr && options.requires_pinned_results) {
-    throw std::runtime_error(
-        "require_pinned_results=True: no memory can be pinned here, because this process has "
-        "used no accelerator, or is a forked child");
-  }
-  try {
-    if (pinned != nullptr && !source.is_cpu() && lease_result(group, pinned)) return true;
-    make_result(group.work, {.device = group.target,
-                             .host_allocator = pinned,
-                             .image = group.image,
-                             .image_begin = group.image_begin});
-    return pinned != nullptr;
-  } catch (const c10::Error& error) {
-    const bool is_required = pinned == nullptr || options.requires_pinned_results;
-    if (is_required || !is_lack_of_memory(error)) throw;
-  }
-  note_fallback();
-  make_result(group.work, {.device = group.target});
-  return false;
 }
 
 // ---- jobs and threads ---------------------------------------------------------------------------
@@ -356,10 +287,6 @@ void set_max_inline_bytes(uint64_t bytes) {
 
 void set_max_straight_bytes(uint64_t bytes) {
   g_max_straight_bytes = bytes;
-}
-
-void set_least_leased_bytes(uint64_t bytes) {
-  g_least_leased_bytes = bytes;
 }
 
 void use_deferred_batches(bool use) {

@@ -31,15 +31,9 @@ inline constexpr uint64_t kMaxInlineBytes = 512 * 1024;
 // gather them on their device and transfer them from there would take longer.
 inline constexpr uint64_t kMaxStraightBytes = 4 * 1024 * 1024;
 
-// From this size on, results on the host are leased from the PinnedPool, whose pages several
-// threads make, in sizes that are not rounded up: the first 5.4 GB of 510 leaves took 5.2 s from
-// torch's allocator, and 0.4 s so (H200).
-inline constexpr uint64_t kLeastLeasedResultBytes = 64 * 1024 * 1024;
-
 // Change these limits, for tests and comparisons. Thread: any.
 void set_max_inline_bytes(uint64_t bytes);
 void set_max_straight_bytes(uint64_t bytes);
-void set_least_leased_bytes(uint64_t bytes);
 // Lets batches be deferred, or sends all at once, for comparisons. Thread: any.
 void use_deferred_batches(bool use);
 

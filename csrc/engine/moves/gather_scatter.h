@@ -1,6 +1,6 @@
 // Gathers leaves of a device into chunks, and scatters chunks to the leaves' destinations. (Rows of
 // tables on the host: base/row_copy.h.) jobs/route.cpp decides which chunks are gathered, and which
-// of them straight into pinned memory.
+// of them straight into pinned memory, or memory of another device.
 #pragma once
 
 #include <c10/core/Stream.h>

@@ -1,5 +1,5 @@
 // Cuts the chunks of a plan into windows of about equal size, or of growing size, and those into
-// parts.
+// parts. jobs/route.cpp chooses the sizes.
 #include "engine/moves/windows.h"
 
 #include <atomic>
