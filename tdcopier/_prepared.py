@@ -176,7 +176,7 @@ class PreparedCopy:
 
     @property
     def reuses_outputs(self) -> bool:
-        """Whether output tensors are reused: `reuse_outputs` is set and batches are small."""
+        """Whether output tensors are reused, since `reuse_outputs` is set and batches are small."""
         return self._native.keeps_outputs
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -37,7 +37,7 @@ class StepTimes(NamedTuple):
     unflatten_us: float
     """Making the containers of the result, and the Python objects of its tensors."""
     wait_us: float
-    """Time that the host was blocked: in `get`, in `wait` until the host sources were read or the
+    """Time that the host was blocked, in `get`, in `wait` until the host sources were read or the
     result had arrived on the host, or by `limits.set_run_ahead`."""
 
 
@@ -92,8 +92,8 @@ class CopyStats(NamedTuple):
     """Opaque values of the source that differ from those at the same place in a destination that
     exists, and were not copied: see `copy_opaque` of `copy_into`. 0 for copies to new memory."""
     rows_in_place: int = 0
-    """Leaves that a kernel of the device reads from pinned memory, or writes there: rows of a
-    storage, and in a copy the small leaves that are pinned each for itself. No host thread stages
+    """Leaves that a kernel of the device reads from pinned memory, or writes there, such as rows of
+    a storage, and in a copy the small leaves that are pinned each for itself. No host thread stages
     them."""
     steps: StepTimes | None = None
     """Time spent in each phase so far; None unless `time_steps` was on at the call."""

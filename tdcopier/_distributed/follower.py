@@ -60,7 +60,7 @@ class Follower(End):
 
     @property
     def version(self) -> int:
-        """The version that the weights have; 0: none was there yet."""
+        """The version that the weights have, or 0 if none was there yet."""
         return self._version
 
     def update(self, *, timeout_s: float | None = 0.0) -> int:
@@ -71,7 +71,7 @@ class Follower(End):
 
         Args:
             timeout_s: how long to wait for a version that is newer than the weights'; by default,
-                not at all. None: without limit.
+                not at all. None: without limit. If none comes, the number is that of before.
 
         Raises:
             ChannelClosedError: the publisher has closed, and all that it has sent is written.
@@ -90,6 +90,9 @@ class Follower(End):
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Follow no more. The weights stay as they are. May be repeated.
+
+        Args:
+            timeout_s: how long to wait for the publisher; None: until it has answered, or is lost.
 
         Raises:
             TimeoutError: the publisher has not answered in time.

@@ -27,13 +27,13 @@ class Hub(End):
 
     @property
     def peers(self) -> list[str]:
-        """The processes that have joined: host, process and rank."""
+        """Host, process and rank of each process that has joined."""
         self._check_process()
         return [link.peer for link in self._open_links()]
 
     @property
     def problems(self) -> list[str]:
-        """Why processes were lost, or could not join, in words: the last ones."""
+        """The last reasons, in words, why processes were lost or could not join."""
         self._check_process()
         self._open_links()
         with self._lock:

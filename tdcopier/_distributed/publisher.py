@@ -135,6 +135,9 @@ class Publisher(Hub):
         Followers that read on get the last version before. Those that do not are waited for as long
         as for one that does not answer.
 
+        Args:
+            timeout_s: how long to wait; None: until each follower has answered, or is lost.
+
         Raises:
             TimeoutError: a follower has not answered in time.
         """

@@ -34,7 +34,7 @@ class ReceiverStats(NamedTuple):
     refused: int
     """Batches that could not be read, or had another checksum."""
     allocations: int
-    """Times that a batch got new memory: it was larger, or results on the host were kept."""
+    """Times that a batch got new memory, because it was larger or results on the host were kept."""
     open_peers: int
     """Senders now."""
     closed_peers: int
@@ -172,6 +172,9 @@ class Receiver(Hub):
         """Tell the senders that no batch is taken any more, and drop those that have come.
 
         Results stay as they are. May be repeated.
+
+        Args:
+            timeout_s: how long to wait for the senders; None: until each has answered, or is lost.
 
         Raises:
             TimeoutError: a sender has not answered in time.

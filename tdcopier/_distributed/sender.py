@@ -29,7 +29,7 @@ class SenderStats(NamedTuple):
     nbytes: int
     """Of their parcels."""
     waits: int
-    """Calls that had to wait until the receiver had memory: it was slower."""
+    """Calls that had to wait until the receiver had memory, because it was slower."""
     allocations: int
     """Times that a batch got new memory."""
 
@@ -105,6 +105,9 @@ class Sender(End):
     def flush(self, *, timeout_s: float | None = None) -> None:
         """Wait until the receiver's process has all batches.
 
+        Args:
+            timeout_s: how long to wait; None: until the receiver has them, or is lost.
+
         Raises:
             ChannelClosedError: the receiver has closed before it had all of them.
             PeerLostError: the receiver has ended, or does not answer.
@@ -122,6 +125,9 @@ class Sender(End):
         """Say that nothing follows, and wait until the receiver's process has all batches.
 
         A receiver that has closed takes no more of them. May be repeated.
+
+        Args:
+            timeout_s: how long to wait; None: until the receiver has answered, or is lost.
 
         Raises:
             PeerLostError: the receiver has ended, or does not answer: batches may be lost.

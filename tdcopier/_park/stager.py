@@ -78,7 +78,7 @@ class SnapshotStager:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False: `async_save` need not wait until the snapshot has arrived."""
+        """False, since `async_save` need not wait until the snapshot has arrived."""
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> Future[dict[str, Any]]:

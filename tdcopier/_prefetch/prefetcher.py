@@ -280,7 +280,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
 
     @property
     def load_state_dict(self) -> Callable[[Any], None]:
-        """Ends the pass, and passes a state on to such a source: the next pass goes on from there.
+        """Ends the pass, and passes a state on to such a source, from which the next pass goes on.
 
         Blocks: until the source returns from the batch that it is reading.
         """

@@ -234,7 +234,7 @@ class ReplayClient:
 
     @property
     def batch_size(self) -> int | None:
-        """Of samples; None: that of the server's buffer."""
+        """The size of samples, or None for that of the server's buffer."""
         return self._batch_size
 
     @property

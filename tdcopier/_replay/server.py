@@ -77,8 +77,8 @@ class ReplayServer:
                 while fewer were sampled, and `sample` while more were. None: neither waits.
             min_size: rows that the buffer has before `sample` goes on.
             tolerance: how many rows more or less than that may have been sampled when a call
-                goes on. By default the rows of the largest batch so far, and at least a tenth of
-                those that `min_size` stands for.
+                goes on. By default as many as stand for the largest batch so far, and at least a
+                tenth of those that stand for `min_size`.
             wait_timeout_s: how long `extend` and `sample` wait for the other side, before they
                 raise a TimeoutError with nothing written or drawn; None: without limit.
             state: of the server whose place this one takes, from its `state_dict`: no client comes
@@ -225,7 +225,7 @@ class ReplayServer:
 
     @property
     def peers(self) -> list[str]:
-        """The clients that are connected: host, process and rank."""
+        """Host, process and rank of each client that is connected."""
         self._check_process()
         return self._clients.peers
 

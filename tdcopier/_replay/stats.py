@@ -22,7 +22,7 @@ class ReplayStats(NamedTuple):
     sampled: int
     """Rows that were drawn, by all."""
     samples_per_insert: float
-    """The rows that were drawn for each that was written; 0 while none was."""
+    """Rows that were drawn for each that was written, the first ones included; 0 while none was."""
     insert_waits: int
     """Calls of `extend` and `add` that had to wait for samples."""
     insert_wait_s: float
@@ -30,7 +30,7 @@ class ReplayStats(NamedTuple):
     sample_waits: int
     """Calls of `sample` that had to wait for rows."""
     sample_wait_s: float
-    """How long they have waited, in seconds."""
+    """How long they have waited, in seconds. Samples that clients ask for ahead count."""
     repeats: int
     """Batches that a client sent again, and that were in the buffer already."""
     write_count: int
@@ -38,6 +38,6 @@ class ReplayStats(NamedTuple):
     clients: int
     """Now."""
     closed_clients: int
-    """Clients that have said that they go."""
+    """Clients that have said that they go, before the server closed."""
     lost_clients: int
     """Clients that have ended without it, or did not answer."""

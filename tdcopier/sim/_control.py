@@ -233,7 +233,7 @@ class PinnedBytes(NamedTuple):
     """
 
     in_use: int  #: allocated
-    current: int  #: taken from the system: allocated, or kept for reuse
+    current: int  #: taken from the system, allocated or kept for reuse
     peak: int  #: the highest ``current`` since the last :func:`reset_peak_pinned_bytes`
 
 

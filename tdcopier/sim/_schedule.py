@@ -204,7 +204,7 @@ class Schedule:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The steps in order: each is an operation of a stream, or a thread that ran."""
+        """The steps in order, each an operation of a stream or a thread that ran."""
         return tuple(self._recorded()[0])
 
     @property
