@@ -11,13 +11,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+from typing_extensions import Unpack
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import unknown
 from tdcopier._containers.beside import tensors_beside
 from tdcopier._containers.delegated_parts import DelegatedPart, plain_parts, stays
-from tdcopier._options import Device, OnUnknown, native_options
+from tdcopier._options import CopyOptions, Device, native_options, refuse_unknown_options
 from tdcopier._prefetch.packing_workers import why_not_packed
 from tdcopier._words import counted
 
@@ -207,14 +208,7 @@ def _cells(row: ExplainedLeaf) -> tuple[str, ...]:
 def explain(
     data: Any,
     device: Device,
-    *,
-    use_pinned_staging: bool = True,
-    pack_cpu_tensors: bool = True,
-    min_packed_alignment_bytes: int = 16,
-    max_packed_chunk_bytes: int = 32 * 1024 * 1024,
-    use_background_thread: bool = True,
-    require_pinned_results: bool = False,
-    on_unknown: OnUnknown = None,
+    **options: Unpack[CopyOptions],
 ) -> Explanation:
     """List what `start_copy` does with each leaf and opaque value of `data`, and why.
 
@@ -238,27 +232,15 @@ def explain(
         data: a leaf, or any nesting of containers and leaves, as for `start_copy`. Unknown values
             are listed, even as the root.
         device: the target, as for `start_copy`.
-        use_pinned_staging: see `CopyOptions`, as for the others.
-        pack_cpu_tensors: as for `start_copy`.
-        min_packed_alignment_bytes: as for `start_copy`.
-        max_packed_chunk_bytes: as for `start_copy`.
-        use_background_thread: is checked, and changes nothing in the list, like the next two.
-        require_pinned_results: see above.
-        on_unknown: see above.
+        **options: those of the copy, see `CopyOptions`. `use_background_thread`,
+            `require_pinned_results` and `on_unknown` are checked, and change nothing in the list.
 
     Raises:
         Exception: an error in the call or in the data, as `start_copy`.
     """
-    options = native_options(
-        use_pinned_staging=use_pinned_staging,
-        pack_cpu_tensors=pack_cpu_tensors,
-        min_packed_alignment_bytes=min_packed_alignment_bytes,
-        max_packed_chunk_bytes=max_packed_chunk_bytes,
-        use_background_thread=use_background_thread,
-        require_pinned_results=require_pinned_results,
-        on_unknown=on_unknown,
-    )
-    target, found, totals = _C.explain(data, device, options)
+    if options:
+        refuse_unknown_options("explain", options)
+    target, found, totals = _C.explain(data, device, native_options(**options))
     with torch._C.DisableTorchFunction():  # attributes of a subclass may run its code
         rows = _Rows(target).of([_Found(*each) for each in found])
     counted = Counter(row.treatment for row in rows)

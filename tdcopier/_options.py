@@ -52,9 +52,9 @@ class CopyOptions(TypedDict, total=False):
         options: tdcopier.CopyOptions = {"pack_cpu_tensors": False, "on_unknown": "raise"}
         batch = tdcopier.copy(batch, "cuda", **options)
 
-    `copy`, `async_to`, `to`, `prepare`, `prefetch`, `start_gather`, `gather` and `torchrl.ToDevice`
-    take all of them. `start_copy_into` and `start_scatter`, and the same without `start_`, take
-    `use_pinned_staging` and `use_background_thread`.
+    `copy`, `async_to`, `to`, `prepare`, `explain`, `prefetch`, `start_gather`, `gather` and
+    `torchrl.ToDevice` take all of them. `start_copy_into` and `start_scatter`, and the same without
+    `start_`, take `use_pinned_staging` and `use_background_thread`.
     A value of the wrong type raises a `TypeError`, and a size out of range a `ValueError`.
 
     Attributes:
@@ -252,12 +252,18 @@ _INSTEAD_IN = {
     "async_to": {
         "non_blocking": "takes no non_blocking: it never blocks; get() and wait() of its handle do",
     },
+    "explain": {
+        "non_blocking": "takes no non_blocking: it copies nothing",
+    },
     "gather": {
         "non_blocking": (
             "takes no non_blocking: it blocks until the rows have arrived; start_gather() does not"
         ),
         "copy": "takes no copy: the rows are new memory always",
         "inplace": "returns a new tree: with out= it fills an existing one",
+    },
+    "prepare": {
+        "non_blocking": "takes no non_blocking: its start_copy() does not wait for the copy",
     },
     "prefetch": {
         "non_blocking": "takes no non_blocking: its copies never block",

@@ -7,12 +7,20 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
+from typing_extensions import Unpack
 
 from tdcopier import _C, _checking
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._checking import SourceCheck, checked
 from tdcopier._compile import keep_out_of_graphs
-from tdcopier._options import SENDING, Device, OnUnknown, bool_option, native_options
+from tdcopier._options import (
+    SENDING,
+    CopyOptions,
+    Device,
+    bool_option,
+    native_options,
+    refuse_unknown_options,
+)
 from tdcopier._words import counted
 
 __all__ = ["PreparedCopy", "prepare"]
@@ -138,6 +146,8 @@ class PreparedCopy:
     @overload
     def start_copy(self, data: np.ndarray[Any, Any]) -> AsyncCopyHandle[torch.Tensor]: ...
     @overload
+    def start_copy(self, data: _C.Parcel) -> AsyncCopyHandle[Any]: ...
+    @overload
     def start_copy(self, data: T) -> AsyncCopyHandle[T]: ...
     @keep_out_of_graphs("start_copy()")
     def start_copy(self, data: Any) -> AsyncCopyHandle[Any]:
@@ -200,14 +210,8 @@ def prepare(
     example: Any,
     device: Device,
     *,
-    use_pinned_staging: bool = True,
-    pack_cpu_tensors: bool = True,
-    min_packed_alignment_bytes: int = 16,
-    max_packed_chunk_bytes: int = 32 * 1024 * 1024,
-    use_background_thread: bool = True,
-    require_pinned_results: bool = False,
-    on_unknown: OnUnknown = None,
     reuse_outputs: bool = False,
+    **options: Unpack[CopyOptions],
 ) -> PreparedCopy:
     """Analyse an example batch once, so that copies of batches like it cost less.
 
@@ -224,13 +228,6 @@ def prepare(
         example: a batch, as for `start_copy`. Nothing is copied. Under a torch mode every leaf is
             delegated to its own ``.to``, so a plan made there contains no leaves.
         device: the target, as for `start_copy`. "cuda" is the current CUDA device at this call.
-        use_pinned_staging: see `CopyOptions`, as for the next five.
-        pack_cpu_tensors: see `CopyOptions`.
-        min_packed_alignment_bytes: see `CopyOptions`.
-        max_packed_chunk_bytes: see `CopyOptions`.
-        use_background_thread: see `CopyOptions`.
-        require_pinned_results: see `CopyOptions`.
-        on_unknown: see `CopyOptions`; applies to the example, and to each batch.
         reuse_outputs: reuse the output tensors of an earlier result for a later one, once the
             caller has dropped them. This saves most of the time that a copy of many small tensors
             takes. A tensor is reused only if the plan has the only reference to it and nothing but
@@ -241,18 +238,13 @@ def prepare(
             and weak references to them stay valid. Up to four results are kept in this way, each
             until sixteen copies have not used it. Batches of more than 4 MiB are never kept:
             `reuses_outputs` tells whether results are kept.
+        **options: see `CopyOptions`. `on_unknown` applies to the example, and to each batch.
 
     Raises:
         Exception: as `start_copy`.
     """
-    options = native_options(
-        use_pinned_staging=use_pinned_staging,
-        pack_cpu_tensors=pack_cpu_tensors,
-        min_packed_alignment_bytes=min_packed_alignment_bytes,
-        max_packed_chunk_bytes=max_packed_chunk_bytes,
-        use_background_thread=use_background_thread,
-        require_pinned_results=require_pinned_results,
-        on_unknown=on_unknown,
-    )
-    native = _C.PreparedCopy(example, device, options, bool_option("reuse_outputs", reuse_outputs))
+    if options:
+        refuse_unknown_options("prepare", options, "reuse_outputs")
+    reuses = bool_option("reuse_outputs", reuse_outputs)
+    native = _C.PreparedCopy(example, device, native_options(**options), reuses)
     return PreparedCopy(native, BatchLayout.of(native, example))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from typing_extensions import Unpack
 
-from tdcopier._C import AsyncCopyHandle
+from tdcopier._C import AsyncCopyHandle, Parcel
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._options import CopyOptions, Device
 from tdcopier._prefetch.prefetcher import Prefetcher
@@ -52,6 +52,16 @@ def prefetch(
     pack_in_workers: bool = True,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[torch.Tensor]: ...
+@overload
+def prefetch(
+    source: Iterable[Parcel] | Callable[[], Parcel],
+    device: Device,
+    *,
+    depth: int = 2,
+    threaded: bool | None = None,
+    pack_in_workers: bool = True,
+    **options: Unpack[CopyOptions],
+) -> Prefetcher[Any]: ...
 @overload
 def prefetch(
     source: Iterable[T] | Callable[[], T],

@@ -217,6 +217,23 @@ def test_gather_refuses_a_keyword_of_to_with_what_to_do(device, keyword):
         tdcopier.gather(storage(), [1], device, **{keyword: True})
 
 
+@pytest.mark.parametrize("keyword", BY_TO)
+@pytest.mark.parametrize(
+    ("name", "said", "options"),
+    [
+        ("prepare", r"its start_copy\(\) does not wait for the copy", "reuse_outputs, use_"),
+        ("explain", "it copies nothing", "use_pinned_staging, "),
+    ],
+)
+def test_calls_that_do_not_copy_refuse_a_keyword_of_to_too(device, keyword, name, said, options):
+    expected = BY_TO | {
+        "non_blocking": f"takes no non_blocking: {said}$",
+        "use_pinned": f"got an unexpected keyword argument 'use_pinned': its options are {options}",
+    }
+    with pytest.raises(TypeError, match=rf"^{name}\(\) {expected[keyword]}"):
+        getattr(tdcopier, name)(batch(), device, **{keyword: True})
+
+
 def test_what_is_said_of_copy_true_works(device):
     on_device = tdcopier.copy(batch(), device)
     assert tdcopier.copy(on_device, device)["x"] is on_device["x"]

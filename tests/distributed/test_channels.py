@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -218,6 +219,18 @@ def test_threads_share_both_ends(channel):
             assert numbers == sorted(numbers)
 
 
+def test_a_receiver_for_a_wrong_device_is_refused_when_it_is_made(store):
+    for device in ("gpu", "sim:9"):
+        with pytest.raises(ValueError, match=device):
+            distributed.receiver(device=device, store=store)
+
+
+def test_an_end_that_was_not_made_is_dropped_in_silence():
+    with pytest.raises(TypeError, match="missing"):
+        distributed.Sender()
+    gc.collect()  # a warning of what __del__ raises would be an error
+
+
 def test_wrong_options_are_refused(store):
     for call in (distributed.sender, distributed.receiver):
         for name in ("slots", "peer_timeout_s", "connect_timeout_s"):
@@ -227,5 +240,9 @@ def test_wrong_options_are_refused(store):
             call(store=store, host="a", interface="b")
         with pytest.raises(TypeError, match="a rank is an int"):
             call("0", store=store)
+        with pytest.raises(TypeError, match="peer_timeout_s must be a number of seconds; got 'x'"):
+            call(store=store, peer_timeout_s="x")
+        with pytest.raises(TypeError, match=r"store must be a store of torch\.distributed"):
+            call(store="tcp://here")
         with pytest.raises(RuntimeError, match="has not been initialised"):
             call()

@@ -107,6 +107,11 @@ def others(batch: Batch, model: torch.nn.Module) -> None:
     with tdcopier.pin_memory_(batch) as pinned:
         assert_type(pinned.nbytes, int)
     assert_type(tdcopier.prefetch([batch], "cuda"), tdcopier.Prefetcher[Batch])
+    parcel = tdcopier.pack(batch)
+    assert_type(tdcopier.start_copy(parcel, "cuda").wait(), Any)
+    assert_type(tdcopier.copy(parcel, "cuda"), Any)
+    assert_type(tdcopier.prefetch([parcel], "cuda"), tdcopier.Prefetcher[Any])
+    assert_type(tdcopier.prepare(batch, "cuda").start_copy(parcel).get(), Any)
     assert_type(tdcopier.park(model), tdcopier.Parked)
     assert_type(tdcopier.park(model, on_unknown="raise"), tdcopier.Parked)
     assert_type(tdcopier.snapshot(model), tdcopier.Snapshot)
