@@ -47,6 +47,20 @@ class PeerLostError(ConnectionError):
 ChannelClosedError.__module__ = PeerLostError.__module__ = "tdcopier.distributed"
 
 
+class Deadline:
+    """When a call is late, however many things it waits for."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        """Begin now; None: it is never late."""
+        self.timeout_s = timeout_s
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float | None:
+        """The rest of the time, 0 if there is none; None: without limit."""
+        return None if self._end is None else max(self._end - time.monotonic(), 0.0)
+
+
 class End:
     """One end of a channel. Threads may share it. `with` closes it."""
 

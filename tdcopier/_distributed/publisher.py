@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from tdcopier._copy import start_copy
-from tdcopier._distributed.ends import ChannelClosedError
+from tdcopier._distributed.ends import ChannelClosedError, Deadline
 from tdcopier._distributed.hub import Hub
 from tdcopier._distributed.link import Link
 from tdcopier._distributed.messages import Packer
@@ -143,14 +143,17 @@ class Publisher(Hub):
         """
         if self._is_forked():  # it has no end of it
             return
+        deadline = Deadline(timeout_s)
         self._listener.close(timeout_s)
         with self._publishing:
             self._is_closed = True
-        self._wait(self._all_are_told, self._peer_timeout_s)
+        left_s = deadline.left_s
+        most_s = self._peer_timeout_s
+        self._wait(self._all_are_told, most_s if left_s is None else min(left_s, most_s))
         with self._lock:
             for link in self._links:
                 link.close()
-        if not self._wait(self._is_alone, timeout_s):
+        if not self._wait(self._is_alone, deadline.left_s):
             raise TimeoutError(f"a follower has not answered in {timeout_s:g} s")
         self._end()
 

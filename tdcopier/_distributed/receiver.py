@@ -9,7 +9,7 @@ import torch
 
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._copy import start_copy
-from tdcopier._distributed.ends import ChannelClosedError, PeerLostError
+from tdcopier._distributed.ends import ChannelClosedError, Deadline, PeerLostError
 from tdcopier._distributed.hub import Hub
 from tdcopier._distributed.link import Link
 from tdcopier._distributed.messages import Arrived
@@ -181,13 +181,14 @@ class Receiver(Hub):
         """
         if self._is_forked():  # it has no end of it
             return
+        deadline = Deadline(timeout_s)
         self._listener.close(timeout_s)
         with self._lock:
             self._is_closed = True
             for link in self._links:
                 link.close()
         self._bell.ring()  # a call of another thread that waits ends
-        if not self._wait(self._is_alone, timeout_s):
+        if not self._wait(self._is_alone, deadline.left_s):
             raise TimeoutError(f"a sender has not answered in {timeout_s:g} s")
         self._end()
 

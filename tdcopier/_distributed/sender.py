@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tdcopier._distributed.ends import ChannelClosedError, End, PeerLostError
+from tdcopier._distributed.ends import ChannelClosedError, Deadline, End, PeerLostError
 from tdcopier._distributed.link import Link
 from tdcopier._distributed.messages import Packer, checksum_of
 from tdcopier._distributed.rendezvous import Options, join
@@ -80,7 +80,8 @@ class Sender(End):
 
         Args:
             batch: a leaf or any nesting of containers and leaves, as for `pack`; or a parcel.
-            timeout_s: how long to wait for the receiver; None: as long as it is there.
+            timeout_s: how long to wait for other threads and the receiver together; None: as long
+                as it is there.
 
         Raises:
             ChannelClosedError: either end has closed the channel.
@@ -89,11 +90,12 @@ class Sender(End):
             Exception: what `pack` raises; the batch is not sent.
         """
         self._check_process()
-        with self._alone(timeout_s):
+        deadline = Deadline(timeout_s)
+        with self._alone(deadline):
             if not self._may_send():
                 self._waits += 1
-                self._wait_until(self._may_send, timeout_s)
-            self._wait_until(lambda: self._link.unwritten < self._slots, timeout_s)
+                self._wait_until(self._may_send, deadline)
+            self._wait_until(lambda: self._link.unwritten < self._slots, deadline)
             parcel = self._packer.pack(batch)
             self._check(parcel)
             checksum = checksum_of(parcel._bytes) if self._checksum else 0
@@ -115,7 +117,8 @@ class Sender(End):
         """
         self._check_process()
         self._link.ask()
-        self._wait_until(lambda: self._link.all_have_arrived or self._link.has_ended, timeout_s)
+        deadline = Deadline(timeout_s)
+        self._wait_until(lambda: self._link.all_have_arrived or self._link.has_ended, deadline)
         if self._is_lost():
             raise PeerLostError(self._link.why_lost)
         if not self._link.all_have_arrived:
@@ -135,11 +138,12 @@ class Sender(End):
         """
         if self._is_forked():  # it has no end of it
             return
+        deadline = Deadline(timeout_s)
         self._is_closed = True
         self._bell.ring()  # a call of another thread that waits ends
-        with self._alone(timeout_s):
+        with self._alone(deadline):
             self._link.close()
-        self._wait_until(lambda: self._link.has_ended, timeout_s)
+        self._wait_until(lambda: self._link.has_ended, deadline)
         self._end()
         if self._is_lost():
             raise PeerLostError(self._link.why_lost)
@@ -164,21 +168,22 @@ class Sender(End):
         self._check_open()
         return self._link.may_send
 
-    def _wait_until(self, is_so: Callable[[], bool], timeout_s: float | None) -> None:
-        if not self._wait(is_so, timeout_s):
-            raise self._late(timeout_s)
+    def _wait_until(self, is_so: Callable[[], bool], deadline: Deadline) -> None:
+        if not self._wait(is_so, deadline.left_s):
+            raise self._late(deadline)
 
-    def _late(self, timeout_s: float | None) -> TimeoutError:
+    def _late(self, deadline: Deadline) -> TimeoutError:
         return TimeoutError(
-            f"the {self._peer_is}, {self.peer}, took no batch in {timeout_s or 0.0:g} s"
+            f"the {self._peer_is}, {self.peer}, took no batch in {deadline.timeout_s or 0.0:g} s"
         )
 
     @contextlib.contextmanager
-    def _alone(self, timeout_s: float | None) -> Iterator[None]:
+    def _alone(self, deadline: Deadline) -> Iterator[None]:
         """Let no other thread send."""
         try:
-            if not self._starting.acquire(timeout=-1 if timeout_s is None else timeout_s):
-                raise self._late(timeout_s)
+            left_s = deadline.left_s
+            if not self._starting.acquire(timeout=-1 if left_s is None else left_s):
+                raise self._late(deadline)
             yield
         finally:
             if self._starting._is_owned():  # type: ignore[attr-defined]  # an interrupt may come

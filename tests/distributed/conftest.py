@@ -22,6 +22,12 @@ def store() -> Any:
 
 
 @pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+@pytest.fixture
 def channel(store: Any) -> Iterator[Open]:
     """Returns a function that opens both ends in this process."""
     opened: list[Any] = []

@@ -48,6 +48,24 @@ def test_closing_ends_a_start_that_waits_in_another_thread(channel):
     assert comes_true(lambda: rx.stats.closed_peers == 1)
 
 
+def test_a_start_waits_no_longer_than_it_may_for_threads_and_receiver_together(channel, threads):
+    tx, _ = channel(slots=1)
+    tx.start(torch.zeros(10))
+    while tx.stats.waits < 1:  # the only slot is full
+        with pytest.raises(TimeoutError):
+            tx.start(torch.zeros(10), timeout_s=0.05)
+    waits = tx.stats.waits
+    other = threads.submit(tx.start, torch.zeros(10), timeout_s=1.0)
+    while tx.stats.waits == waits:
+        time.sleep(0.01)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"took no batch in 1\.2 s"):
+        tx.start(torch.zeros(10), timeout_s=1.2)  # the other has the first second of it
+    assert 1.1 < time.monotonic() - begin < 1.9
+    with pytest.raises(TimeoutError):
+        other.result(5)
+
+
 def test_an_end_that_is_closed_is_of_no_use(channel):
     tx, rx = channel()
     assert repr(tx) == f"<Sender to {tx.peer}, open, 0 batches>"
