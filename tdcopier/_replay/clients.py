@@ -45,7 +45,7 @@ class Clients:
         self._connect_timeout_s, self._allow_pickle = connect_timeout_s, allow_pickle
         self._clients: dict[str, ServedClient] = {}
         self._ending: set[ServedClient] = set()
-        """Those that have come again, by another connection."""
+        """Those that have said that they go, or have come again, by another connection."""
         self._problems: list[str] = []
         options = place.options(place.requests(), connect_timeout_s, slots, sends=False)
         self._requests = Receiver(
@@ -114,6 +114,8 @@ class Clients:
             self._written.forget(request.client, request.answered)
             if request.kind is Kind.BYE:
                 self._written.end(request.client)
+                self.closed += 1
+                self._ending.add(self._clients.pop(request.client))
                 client.end()
                 return
 
@@ -176,14 +178,11 @@ class Clients:
         with self._lock:
             self._ending.discard(client)
             self._limited.drop(client)
-            if self._clients.get(client.name) is not client:  # it has come again
+            if self._clients.get(client.name) is not client:  # it is in `_ending`
                 return
             del self._clients[client.name]
-            if client.problem is None:
-                self.closed += 1
-            else:
-                self.lost += 1
-                self._note(client.problem)
+            self.lost += 1
+            self._note(client.problem or "a client has ended")
 
     def _note(self, problem: str) -> None:
         with self._lock:

@@ -38,6 +38,7 @@ class ReplayStats(NamedTuple):
     clients: int
     """Now."""
     closed_clients: int
-    """Clients that have said that they go, before the server closed."""
+    """Clients that have said that they go. Those that are here when the server closes do not count:
+    it has told them to go."""
     lost_clients: int
-    """Clients that have ended without it, or did not answer."""
+    """Clients that have ended without it, or did not answer, before the server closed."""

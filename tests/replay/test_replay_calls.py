@@ -11,7 +11,7 @@ import pytest
 import replay_support
 import torch
 from replay_support import RowBuffer, rows_of
-from support import run_python
+from support import comes_true, run_python
 
 import tdcopier
 from tdcopier import distributed
@@ -268,6 +268,21 @@ def test_with_closes_both_ends(store):
     assert repr(server) == "<ReplayServer 'replay', closed>"
     with pytest.raises(distributed.ChannelClosedError, match="this replay server is closed"):
         server.sample()
+
+
+def test_clients_count_as_closed_that_have_said_so_before_the_server_closed(serve, connect):
+    server = serve()
+    server._clients._ended = lambda client: None  # as if their threads ended late
+    first, second = connect(), connect()
+    assert len(first) == len(second) == 0
+    first.close()
+    assert comes_true(lambda: server.stats.closed_clients == server.stats.clients == 1)
+    server.close()
+    with pytest.raises(distributed.ChannelClosedError, match="the replay server has closed"):
+        len(second)
+    second.close()
+    found = server.stats
+    assert (found.clients, found.closed_clients, found.lost_clients) == (0, 1, 0)
 
 
 @pytest.mark.parametrize("closed", ["client", "server"])
