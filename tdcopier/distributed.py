@@ -114,7 +114,6 @@ def receiver(
     name: str = "channel",
     slots: int | None = None,
     peer_timeout_s: float = 5.0,
-    connect_timeout_s: float = 60.0,
     host: str | None = None,
     interface: str | None = None,
     allow_pickle: bool = False,
@@ -140,8 +139,8 @@ def receiver(
         slots: number of batches of each sender that may be here and not be taken. By default 4,
             and up to 16 while their memory is at most 8 MiB. Those that the device, or a result on
             the host, still reads have memory beside these.
-        peer_timeout_s: the time to notice that a sender has died or stopped.
-        connect_timeout_s: how long to wait for what a process that connects says first.
+        peer_timeout_s: the time to notice that a sender has died or stopped, or says nothing when
+            it joins.
         host: see `sender`.
         interface: see `sender`.
         allow_pickle: take batches with pickled values, whose code then runs here.
@@ -149,9 +148,7 @@ def receiver(
     Raises:
         RuntimeError, ValueError, TypeError: as `sender`.
     """
-    options = _channel(
-        src, store, name, slots, peer_timeout_s, connect_timeout_s, host, interface, False
-    )
+    options = _channel(src, store, name, slots, peer_timeout_s, None, host, interface, False)
     return Receiver(options, device, slots, is_for_one=src is not None, allow_pickle=allow_pickle)
 
 
@@ -161,7 +158,6 @@ def publish(
     store: Store | None = None,
     name: str = "weights",
     peer_timeout_s: float = 5.0,
-    connect_timeout_s: float = 60.0,
     host: str | None = None,
     interface: str | None = None,
 ) -> Publisher:
@@ -189,9 +185,8 @@ def publish(
             in the order of its current stream.
         store: where the processes find each other, as for `sender`.
         name: of the weights in the store.
-        peer_timeout_s: within this time, in seconds, a follower that has died or stopped is
-            noticed.
-        connect_timeout_s: how long to wait for what a process that connects says first.
+        peer_timeout_s: within this time, in seconds, a follower is noticed that has died or
+            stopped, or says nothing when it joins.
         host: see `sender`.
         interface: see `sender`.
 
@@ -199,9 +194,7 @@ def publish(
         RuntimeError, ValueError: as `sender`.
         TypeError: the weights are neither, or a value is not a tensor.
     """
-    options = _channel(
-        None, store, name, None, peer_timeout_s, connect_timeout_s, host, interface, False
-    )
+    options = _channel(None, store, name, None, peer_timeout_s, None, host, interface, False)
     return Publisher(weights, options)
 
 
@@ -247,13 +240,20 @@ def _channel(
     name: str,
     slots: int | None,
     peer_timeout_s: float,
-    connect_timeout_s: float,
+    connect_timeout_s: float | None,
     host: str | None,
     interface: str | None,
     sends: bool,
+    given_name: str | None = None,
 ) -> Options:
-    """Return the checked options of one end of a channel."""
+    """Return the checked options of one end of a channel.
+
+    `connect_timeout_s` is None for an end that listens. Messages have `given_name`, if the name in
+    the store is another.
+    """
     peer_timeout_s = seconds("peer_timeout_s", peer_timeout_s)
+    if connect_timeout_s is None:
+        connect_timeout_s = peer_timeout_s
     connect_timeout_s = seconds("connect_timeout_s", connect_timeout_s)
     if slots is not None:
         if not isinstance(slots, int) or isinstance(slots, bool):
@@ -277,4 +277,4 @@ def _channel(
         ranks = (dist.get_rank(), peer) if sends else (peer, dist.get_rank())
         name = f"{name}, rank {ranks[0]} to {ranks[1]}"
     address = Address(host, interface).resolve()
-    return Options(store, name, address, peer_timeout_s, connect_timeout_s)
+    return Options(store, name, given_name or name, address, peer_timeout_s, connect_timeout_s)

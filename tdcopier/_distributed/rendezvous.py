@@ -90,10 +90,14 @@ class Options(NamedTuple):
 
     store: Store
     name: str
+    """In the store."""
+    given_name: str
+    """By the caller, for messages."""
     address: str
     """Of this process."""
     peer_timeout_s: float
     connect_timeout_s: float
+    """How long a process that connects waits for the one that listens."""
 
     def own_store(self) -> Store:
         """Return the store by a connection of its own: one that waits holds up its other users."""
@@ -137,7 +141,7 @@ def join(options: Options, what: str = "receiver") -> Found:
         if time.monotonic() > end:
             raise ConnectionError(
                 f"{'no' if found == 'is in the store' else 'the'} {what} with the name "
-                f"{options.name!r} {found} after {options.connect_timeout_s:.3g} s"
+                f"{options.given_name!r} {found} after {options.connect_timeout_s:.3g} s"
             )
         time.sleep(_LOOKS_S)
 
@@ -231,7 +235,7 @@ class Listener:
         name = f"a process at {address}"
         try:
             with connected:
-                about = _read(connected, min(self._options.connect_timeout_s, _HANDSHAKE_S))
+                about = _read(connected, min(self._options.peer_timeout_s, _HANDSHAKE_S))
                 if about.get("token") != self._about["token"]:
                     raise ValueError("it knows another token")
                 found = _found(about)

@@ -35,19 +35,18 @@ class Clients:
         do: Callable[[Request], Any],
         *,
         slots: int | None,
-        connect_timeout_s: float,
         allow_pickle: bool,
     ) -> None:
         """Begin to take requests. `do` is called with the lock, and returns a result."""
         self.closed = self.lost = 0
         self._place, self._limited, self._written, self._do = place, limited, written, do
         self._lock = limited.lock
-        self._connect_timeout_s, self._allow_pickle = connect_timeout_s, allow_pickle
+        self._allow_pickle = allow_pickle
         self._clients: dict[str, ServedClient] = {}
         self._ending: set[ServedClient] = set()
         """Those that have said that they go, or have come again, by another connection."""
         self._problems: list[str] = []
-        options = place.options(place.requests(), connect_timeout_s, slots, sends=False)
+        options = place.options(place.requests(), None, slots, sends=False)
         self._requests = Receiver(
             options, "cpu", slots, is_for_one=False, allow_pickle=allow_pickle
         )
@@ -153,8 +152,8 @@ class Clients:
 
         def connect() -> PlainSender:
             name = self._place.answers(request.client, request.attempt)
-            options = self._place.options(name, self._connect_timeout_s, None, sends=True)
-            return PlainSender(options, 2, may_pickle=may_pickle)
+            options = self._place.options(name, self._place.peer_timeout_s, None, sends=True)
+            return PlainSender(options, 2, to="replay client", may_pickle=may_pickle)
 
         with self._lock:
             self._limited.check_open()

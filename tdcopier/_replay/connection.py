@@ -188,7 +188,7 @@ class Connection:
         place, end = self._place, time.monotonic() + timeout_s
         name = place.answers(self.client, self._attempt)
         rx = AnswerReceiver(
-            place.options(name, timeout_s, self._slots, sends=False),
+            place.options(name, None, self._slots, sends=False),
             self._device,
             self._slots,
             allow_pickle=self._allow_pickle,
@@ -196,7 +196,7 @@ class Connection:
         tx: PlainSender | None = None
         try:
             options = place.options(place.requests(), timeout_s, None, sends=True)
-            tx = PlainSender(options, 2, may_pickle=False)
+            tx = PlainSender(options, 2, to="replay server", may_pickle=False)
             hello = Request(Kind.HELLO, self.client, self._attempt, value=self._allow_pickle)
             tx.start(hello.message())
             self.about = self._first_answer(tx, rx, end).result()

@@ -28,7 +28,7 @@ class Place(NamedTuple):
     interface: str | None
 
     def options(
-        self, name: str, connect_timeout_s: float, slots: int | None, *, sends: bool
+        self, name: str, connect_timeout_s: float | None, slots: int | None, *, sends: bool
     ) -> Options:
         """Return the checked options of an end.
 
@@ -45,6 +45,7 @@ class Place(NamedTuple):
             self.host,
             self.interface,
             sends,
+            self.name,
         )
         return options
 
@@ -60,9 +61,8 @@ class Place(NamedTuple):
 class PlainSender(Sender):
     """A sender that refuses what the other end would refuse: pickled values."""
 
-    _peer_is = "replay server"
-
-    def __init__(self, options: Options, slots: int, *, may_pickle: bool) -> None:
+    def __init__(self, options: Options, slots: int, *, to: str, may_pickle: bool) -> None:
+        self._peer_is = to
         super().__init__(options, slots, checksum=False)
         self.may_pickle = may_pickle
 

@@ -58,7 +58,6 @@ class ReplayServer:
         state: dict[str, Any] | None = None,
         slots: int | None = None,
         peer_timeout_s: float = 5.0,
-        connect_timeout_s: float = 60.0,
         allow_pickle: bool = False,
         host: str | None = None,
         interface: str | None = None,
@@ -79,14 +78,15 @@ class ReplayServer:
             tolerance: how many rows more or less than that may have been sampled when a call
                 goes on. By default as many as stand for the largest batch so far, and at least a
                 tenth of those that stand for `min_size`.
-            wait_timeout_s: how long `extend` and `sample` wait for the other side, before they
-                raise a TimeoutError with nothing written or drawn; None: without limit.
+            wait_timeout_s: how long `extend` and `sample` wait for the other side, here and of
+                clients, before they raise a TimeoutError with nothing written or drawn; None:
+                without limit. It is the server's, where all calls wait: a client could not tell
+                whether a call that it gives up is made after all.
             state: of the server whose place this one takes, from its `state_dict`: no client comes
                 before it is loaded.
             slots: batches of each client that may be here, as for `tdcopier.distributed.receiver`.
             peer_timeout_s: within this time, in seconds, a client that has died or stopped is
                 noticed.
-            connect_timeout_s: how long to wait for a client that has joined, and ends meanwhile.
             allow_pickle: take batches with pickled values, whose code then runs here.
             host: the name or address of this host, by which clients reach it.
             interface: in place of `host`, the network interface, such as "eth0".
@@ -112,7 +112,6 @@ class ReplayServer:
             self._written,
             self._do,
             slots=slots,
-            connect_timeout_s=connect_timeout_s,
             allow_pickle=allow_pickle,
         )
         _open_servers.add(self)

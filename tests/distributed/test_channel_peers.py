@@ -125,7 +125,7 @@ def test_a_stopped_sender_that_goes_on_learns_that_it_is_lost(store, peers):
 
 def test_a_sender_that_dies_while_it_joins_holds_up_nobody(store):
     """The receiver waits for it beside the others."""
-    with distributed.receiver(store=store, peer_timeout_s=TIMEOUT_S, connect_timeout_s=1.0) as rx:
+    with distributed.receiver(store=store, peer_timeout_s=TIMEOUT_S) as rx:
         told = json.loads(store.get("tdcopier/channels/channel"))
         gone = socket.create_connection((told["address"], told["port"]))
         with distributed.sender(store=store, peer_timeout_s=TIMEOUT_S) as tx:

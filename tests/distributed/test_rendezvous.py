@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from tdcopier import distributed
 from tdcopier._distributed import rendezvous
@@ -33,7 +34,7 @@ STRANGERS: dict[str, Any] = {
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
 def test_strangers_are_refused_and_hold_up_no_one(store, said):
     options = {"store": store, "peer_timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
-    with distributed.receiver(connect_timeout_s=1.0, **options) as rx:
+    with distributed.receiver(**options) as rx:
         told = json.loads(store.get(KEY))
         with socket.create_connection((told["address"], told["port"])) as stranger:
             if isinstance(said, dict):
@@ -73,9 +74,9 @@ def test_a_sender_finds_the_receiver_that_comes_after_one_that_is_gone(store, ho
         store.set(KEY, json.dumps(about))
         if how == "killed":
             gone.close()
-        options = {"store": store, "peer_timeout_s": 0.5, "connect_timeout_s": 20}
+        options = {"store": store, "peer_timeout_s": 0.5}
         with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(distributed.sender, **options)
+            joining = pool.submit(distributed.sender, connect_timeout_s=20, **options)
             time.sleep(0.3)
             with distributed.receiver(**options) as rx, joining.result() as tx:
                 tx.start(1)
@@ -93,8 +94,20 @@ def test_options_that_cannot_work_are_refused_by_the_call(store):
 
 
 def test_an_end_that_nobody_joins_says_so(store):
-    options = {"store": store, "peer_timeout_s": TIMEOUT_S, "connect_timeout_s": 0.3}
+    options = {"store": store, "peer_timeout_s": TIMEOUT_S}
     with pytest.raises(ConnectionError, match="no receiver with the name 'channel'"):
-        distributed.sender(**options)
+        distributed.sender(connect_timeout_s=0.3, **options)
     with distributed.receiver(**options) as rx, pytest.raises(TimeoutError, match="no batch"):
         rx.next(timeout_s=0.1)
+
+
+LISTENERS = {
+    "receiver": lambda **options: distributed.receiver(**options),
+    "publisher": lambda **options: distributed.publish({"a": torch.zeros(1)}, **options),
+}
+
+
+def test_a_receiver_takes_no_connect_timeout_since_it_connects_to_none(store):
+    for call in (distributed.receiver, LISTENERS["publisher"]):
+        with pytest.raises(TypeError, match="connect_timeout_s"):
+            call(store=store, connect_timeout_s=1.0)
