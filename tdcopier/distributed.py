@@ -146,7 +146,8 @@ def receiver(
         allow_pickle: take batches with pickled values, whose code then runs here.
 
     Raises:
-        RuntimeError, ValueError, TypeError: as `sender`.
+        RuntimeError: as `sender`; or a receiver of this name is open, in this process or another.
+        ValueError, TypeError: as `sender`.
     """
     options = _channel(src, store, name, slots, peer_timeout_s, None, host, interface, False)
     return Receiver(options, device, slots, is_for_one=src is not None, allow_pickle=allow_pickle)
@@ -191,7 +192,8 @@ def publish(
         interface: see `sender`.
 
     Raises:
-        RuntimeError, ValueError: as `sender`.
+        RuntimeError: as `sender`; or a publisher of this name is open, in this process or another.
+        ValueError: as `sender`.
         TypeError: the weights are neither, or a value is not a tensor.
     """
     options = _channel(None, store, name, None, peer_timeout_s, None, host, interface, False)

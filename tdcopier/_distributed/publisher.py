@@ -83,7 +83,7 @@ class Publisher(Hub):
         self.publish()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="tdcopier-weights", daemon=True)
-        self._listener = Listener(options, self._meet)
+        self._listener = Listener(options, self._meet, self._what)
         self._thread.start()
         self._opened()
 

@@ -77,7 +77,7 @@ class Receiver(Hub):
         self._is_for_one = is_for_one
         self._batches = self._nbytes = self._refused = self._allocations = 0
         self._first, self._has_met = 0, False
-        self._listener = Listener(options, self._meet)
+        self._listener = Listener(options, self._meet, self._what)
         self._opened()
 
     @property

@@ -2,7 +2,8 @@
 
 A listener has a token, which only readers of its store know: a process that connects says it first,
 or is refused. One that was killed leaves its place in the store, which the next listener of its
-name writes anew; a process that finds no one there looks again.
+name writes anew; a process that finds no one there looks again. A listener of a name at which one
+answers is refused.
 """
 
 from __future__ import annotations
@@ -149,11 +150,17 @@ def join(options: Options, what: str = "receiver") -> Found:
 class Listener:
     """Takes connections of processes that join, in threads of its own."""
 
-    def __init__(self, options: Options, came: Callable[[Found], None]) -> None:
-        """Begin to listen. `came` is called in another thread for each process.
+    def __init__(self, options: Options, came: Callable[[Found], None], what: str) -> None:
+        """Begin to listen.
+
+        Args:
+            options: where.
+            came: is called in another thread for each process.
+            what: the listener is, for messages.
 
         Raises:
             OSError: the address cannot be listened at.
+            RuntimeError: another process listens, with the same name.
         """
         self._options = options
         self._came = weakref.WeakMethod(came)
@@ -172,7 +179,11 @@ class Listener:
             "port": self._socket.getsockname()[1],
             **_about(options),
         }
-        options.store.set(self._key, json.dumps(self._about))
+        try:
+            self._take_place(what)
+        except BaseException:
+            self._socket.close()
+            raise
         self._thread = threading.Thread(target=self._listen, name="tdcopier-listen", daemon=True)
         self._thread.start()
 
@@ -189,6 +200,24 @@ class Listener:
         removing = threading.Thread(target=self._remove_key, name="tdcopier-store", daemon=True)
         removing.start()
         removing.join(timeout_s)
+
+    def _take_place(self, what: str) -> None:
+        """Write to the store where this one listens, in place of one that is gone.
+
+        Raises:
+            RuntimeError: another one answers.
+        """
+        mine, before = json.dumps(self._about), ""
+        while (found := _swap(self._options.store, self._key, before, mine)) != mine:
+            if found == before:  # it was removed meanwhile
+                before = ""
+                continue
+            if (peer := _peer_at(found, self._options)) is not None:
+                raise RuntimeError(
+                    f"another {what} with the name {self._options.given_name!r} is open, in "
+                    f"{peer}: close it first, or give this one another name"
+                )
+            before = found
 
     def _remove_key(self) -> None:
         store = self._options.store
@@ -241,6 +270,8 @@ class Listener:
                 found = _found(about)
                 name = found.peer
                 _write(connected, self._about)
+                if about.get("asks"):
+                    return
                 came = self._came()
                 if came is not None:
                     came(found._replace(connection=_connection_of(connected)))
@@ -256,15 +287,44 @@ def _connect(told: dict[str, Any], options: Options, timeout_s: float) -> Found:
     Raises:
         OSError, ValueError: it does not listen there, or it is another one.
     """
-    if not {"address", "port", "token"} <= told.keys():
+    with _connected(told, options, timeout_s) as connected:
+        _write(connected, {"token": told["token"], **_about(options)})
+        found = _found(_read(connected, timeout_s))
+        return found._replace(connection=_connection_of(connected))
+
+
+def _peer_at(written: str, options: Options) -> str | None:
+    """Return which process listens where the store says that one does; None: none answers."""
+    try:
+        told = json.loads(written)
+        with _connected(told, options, options.peer_timeout_s) as connected:
+            _write(connected, {"token": told["token"], "asks": True, **_about(options)})
+            return _found(_read(connected, options.peer_timeout_s)).peer
+    except (OSError, ValueError):
+        return None
+
+
+def _connected(told: Any, options: Options, timeout_s: float) -> socket.socket:
+    """Return a connection to where a process has told that it listens.
+
+    Raises:
+        OSError, ValueError: none listens there.
+    """
+    if not isinstance(told, dict) or not {"address", "port", "token"} <= told.keys():
         raise ValueError("another version has written it")
     is_near = options.address in ("127.0.0.1", "::1")
     source = None if is_near else (options.address, 0)
     where = (told["address"], told["port"])
-    with socket.create_connection(where, timeout=timeout_s, source_address=source) as connected:
-        _write(connected, {"token": told["token"], **_about(options)})
-        found = _found(_read(connected, timeout_s))
-        return found._replace(connection=_connection_of(connected))
+    return socket.create_connection(where, timeout=timeout_s, source_address=source)
+
+
+def _swap(store: Any, key: str, before: str, after: str) -> str:
+    """Set a key if it has that value, or is not there and that is empty; return what it has."""
+    try:
+        return str(store.compare_set(key, before, after).decode())
+    except (AttributeError, NotImplementedError):  # a store of one's own may lack it
+        store.set(key, after)
+        return after
 
 
 def _found(about: dict[str, Any]) -> Found:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from tdcopier import distributed
-from tdcopier._distributed.receiver import Receiver
-from tdcopier._replay.ends import Place, PlainSender
+from tdcopier._replay.ends import Place, PlainSender, RequestReceiver
 from tdcopier._replay.limited_buffer import LimitedBuffer, Side
 from tdcopier._replay.messages import FAILED, OVER, UNANSWERED, Answer, Kind, Request
 from tdcopier._replay.served_client import ServedClient
@@ -47,7 +46,7 @@ class Clients:
         """Those that have said that they go, or have come again, by another connection."""
         self._problems: list[str] = []
         options = place.options(place.requests(), None, slots, sends=False)
-        self._requests = Receiver(
+        self._requests = RequestReceiver(
             options, "cpu", slots, is_for_one=False, allow_pickle=allow_pickle
         )
         self._thread = threading.Thread(target=self._take_all, name="tdcopier-replay", daemon=True)
@@ -71,6 +70,7 @@ class Clients:
     def close(self, *, is_over: bool) -> None:
         """Take no requests any more. Clients that do not answer are left after the timeout."""
         timeout_s = self._place.peer_timeout_s
+        self._requests.leave_place(timeout_s)  # to the next server, before clients look for it
         with self._lock:
             clients = [*self._clients.values(), *self._ending]
             self._clients.clear()

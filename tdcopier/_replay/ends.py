@@ -75,6 +75,16 @@ class PlainSender(Sender):
             Parcel.from_buffer(parcel._bytes, allow_pickle=False)  # raises a ValueError
 
 
+class RequestReceiver(Receiver):
+    """A receiver of what clients ask for."""
+
+    _what = "replay server"
+
+    def leave_place(self, timeout_s: float) -> None:
+        """Let no further client come, and another server take the name."""
+        self._listener.close(timeout_s)
+
+
 class Arriving(NamedTuple):
     """An answer that has come, whose copy to the device is under way."""
 

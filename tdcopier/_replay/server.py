@@ -92,8 +92,9 @@ class ReplayServer:
             interface: in place of `host`, the network interface, such as "eth0".
 
         Raises:
-            RuntimeError, ValueError, TypeError: as `tdcopier.distributed.receiver`; or a number is
-                out of range.
+            RuntimeError: as `tdcopier.distributed.receiver`; or a server of this name is open, in
+                this process or another. One that has ended or does not answer is no hindrance.
+            ValueError, TypeError: as `tdcopier.distributed.receiver`; or a number is out of range.
         """
         _check(buffer, samples_per_insert, min_size, tolerance)
         if wait_timeout_s is not None:

@@ -107,6 +107,35 @@ LISTENERS = {
 }
 
 
+@pytest.mark.parametrize("what", LISTENERS)
+def test_a_second_listener_of_a_name_is_refused_at_once(store, what):
+    options = {"store": store, "peer_timeout_s": TIMEOUT_S, "host": "127.0.0.1", "name": "mine"}
+    begin = time.monotonic()
+    with LISTENERS[what](**options) as first:
+        with pytest.raises(RuntimeError, match=f"another {what} with the name 'mine' is open, in "):
+            LISTENERS[what](**options)
+        assert time.monotonic() - begin < TIMEOUT_S
+        with LISTENERS[what](**{**options, "name": "other"}):
+            pass
+        assert first.peers == first.problems == []
+    with LISTENERS[what](**options):  # as soon as the first is closed
+        pass
+
+
+def test_of_two_listeners_that_come_at_a_time_one_is_refused(store):
+    options = {"store": store, "peer_timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
+
+    def listen(_: int) -> distributed.Receiver | None:
+        try:
+            return distributed.receiver(**options)
+        except RuntimeError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        (one,) = [each for each in pool.map(listen, range(8)) if each is not None]
+    one.close()
+
+
 def test_a_receiver_takes_no_connect_timeout_since_it_connects_to_none(store):
     for call in (distributed.receiver, LISTENERS["publisher"]):
         with pytest.raises(TypeError, match="connect_timeout_s"):

@@ -45,6 +45,32 @@ def rows_by_source(server: ReplayServer) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.parametrize("where", ["this process", "another"])
+def test_a_second_server_of_a_name_is_refused_at_once(store, peers, where):
+    refused = pytest.raises(RuntimeError, match="another replay server with the name 'replay' is")
+    if where == "another":
+        peers.append(ReplayPeer("serve", store.port, 100, None, {}))
+        peers[0].says("serves")
+        first = None
+    else:
+        first = server_of(store, 100)
+    with client_of(store) as client:
+        client.extend(checked_rows(1, 0, 5))
+        begin = time.monotonic()
+        with refused:
+            server_of(store, 100)
+        assert time.monotonic() - begin < TIMEOUT_S
+        assert len(client) == 5
+        with server_of(store, 100, name="other"):
+            pass
+        if first is None:
+            peers[0].pipe.send("close")
+            peers[0].says("closed")
+        else:
+            first.close()
+    server_of(store, 100).close()
+
+
 def test_rows_of_several_clients_arrive_whole_and_once(store, peers):
     with server_of(store, 10_000) as server:
         peers += [ReplayPeer("act", store.port, source, 7, 60) for source in (1, 2)]
