@@ -63,6 +63,12 @@ def _load_values(pickled: bytes, memory: list[torch.Tensor]) -> list[Any]:
     return load(pickled, memory)
 
 
+def _refuse_pickle(path: str, pickled: bytes) -> None:
+    from tdcopier._refused_pickles import refuse
+
+    refuse(path, pickled)
+
+
 _C.set_hooks(
     rule_of=rule_of,
     Refused=Refused,
@@ -87,4 +93,5 @@ _C.set_hooks(
     are_current=_packed_forms.are_current,
     dump_values=_dump_values,
     load_values=_load_values,
+    refuse_pickle=_refuse_pickle,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from tdcopier import distributed
 from tdcopier._replay.ends import LOST, AnswerReceiver, Arriving, Place, PlainSender
-from tdcopier._replay.messages import FAILED, OVER, UNANSWERED, Kind, Request
+from tdcopier._replay.messages import FAILED, OVER, UNANSWERED, Kind, Request, name_as_given
 
 _LEAST_S, _MOST_S, _NAP_S = 0.5, 5.0, 0.1
 """For an attempt to connect again, and before the next one."""
@@ -91,8 +91,10 @@ class Connection:
                 self._tx.start(request.message())
             except LOST as error:
                 self._reconnect(self._attempt, error)  # sends again what has an answer
-            except BaseException:
+            except BaseException as error:
                 self._unanswered.pop(number, None)
+                if isinstance(error, (TypeError, ValueError)):
+                    name_as_given(error, kind)
                 raise
             return number
 

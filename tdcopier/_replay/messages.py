@@ -103,6 +103,35 @@ class Answer(NamedTuple):
         raise _error_of(self.error, f"the replay server: {self.text}")
 
 
+_VALUE = "data['value']"
+"""Where a message has what a caller gave."""
+_PARTS = {
+    Kind.EXTEND: {"[0]": "data"},
+    Kind.ADD: {"[0]": "data"},
+    Kind.UPDATE_PRIORITY: {"[0]": "index", "[1]": "priority"},
+}
+"""By kind, the callers' names for parts of it."""
+
+
+def name_as_given(error: Exception, kind: Kind | None) -> None:
+    """Let an error of a message begin with the path of a value as the caller of a method knows it.
+
+    Args:
+        error: for example ``data['value'][0]['boxes'] cannot be pickled``.
+        kind: of the request; None: the message is an answer.
+    """
+    text = str(error)
+    if not text.startswith(_VALUE):
+        return
+    rest, name = text[len(_VALUE) :], "the answer" if kind is None else "data"
+    parts = {} if kind is None else _PARTS.get(kind, {})
+    for part, its_name in parts.items():
+        if rest.startswith(part):
+            error.args = (its_name + rest[len(part) :],)
+            return
+    error.args = (name + rest,)
+
+
 def _nearest_builtin(error: BaseException) -> str:
     """Return the name of its first base that is a builtin exception."""
     for cls in type(error).__mro__:

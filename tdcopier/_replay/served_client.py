@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from tdcopier._replay.ends import LOST, PlainSender
-from tdcopier._replay.messages import Answer
+from tdcopier._replay.messages import Answer, name_as_given
 
 _LOOKS = 10
 """In the timeout, whether the client is there while it gets no answers."""
@@ -102,7 +102,8 @@ class ServedClient:
             sender.start(answer.message())
         except LOST:
             raise
-        except Exception as error:  # a value that cannot be packed
+        except Exception as error:  # a value that cannot be packed, or is refused
+            name_as_given(error, None)
             sender.start(Answer.of_error(answer.number, error).message())
 
     def _break_off(self, sender: PlainSender) -> None:

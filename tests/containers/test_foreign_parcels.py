@@ -16,6 +16,7 @@ from parcel_parts import joined, parts_of
 from parcel_support import assert_same, example, read
 from sim_support import becomes
 from support import oracle, same_bytes
+from tensordict import TensorDict
 from tensordict_classes import Frames
 from torch.utils._pytree import tree_leaves
 
@@ -107,6 +108,38 @@ def test_nothing_is_unpickled_without_permission():
     with pytest.raises(ValueError, match="pickle"):
         read(bytes(parcel), allow_pickle=False)
     assert_same(read(bytes(parcel)).tree(), [torch.ones(2), {"a set"}])
+
+
+@dataclasses.dataclass
+class Titled:
+    title: Any
+    rows: Any
+
+
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "a slice": ([torch.ones(2), {"boxes": slice(1, 2)}], "data[1]['boxes']", "builtins.slice"),
+    "a set, which names nothing": ({"a": torch.ones(1), "b": ({1},)}, "data['b'][0]", ""),
+    "a gradient": (
+        TensorDict({"a": {"b": torch.ones(2, 1, requires_grad=True)}}, [2]),
+        "data['a']['b']",
+        "torch._utils._rebuild_tensor_v2",
+    ),
+    "of a dataclass": (Titled("a", [slice(1)]), "data.rows[0]", "builtins.slice"),
+    "the batch itself": (slice(1), "data", "builtins.slice"),
+    "a key": ({"a": {frozenset(): 1}}, "data['a']", ""),
+}
+
+
+@pytest.mark.parametrize(("tree", "path", "named"), REFUSED.values(), ids=REFUSED)
+def test_a_pickle_is_refused_with_its_path_and_what_to_do(tree, path, named):
+    with pytest.raises(ValueError, match="has a pickle") as raised:
+        read(bytes(pack(tree)), allow_pickle=False)
+    text = str(raised.value)
+    assert text.startswith(f"{path} has a pickle{' (it names ' if named else ', which runs'}")
+    assert named in text
+    for word in ("tensors", "leave it out", "allow_pickle=True"):
+        assert word in text
+    assert ("detach() tensors that require a gradient" in text) == ("torch." in named)
 
 
 def test_a_tensorclass_without_a_tensordict_is_refused():

@@ -35,6 +35,7 @@ constexpr std::pair<const char*, py::object Hooks::*> kNames[] = {
     {"are_current", &Hooks::are_current},
     {"dump_values", &Hooks::dump_values},
     {"load_values", &Hooks::load_values},
+    {"refuse_pickle", &Hooks::refuse_pickle},
 };
 
 // Never freed: a copy may end after the interpreter has dropped its modules.

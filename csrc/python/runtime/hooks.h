@@ -36,6 +36,7 @@ struct Hooks {
   // tensors) the values.
   pybind11::object dump_values;
   pybind11::object load_values;
+  pybind11::object refuse_pickle;  // (path, bytes): raises ValueError, and unpickles nothing
 };
 
 // Returns the registered hooks. GIL: held, as for all uses. Requires: set_hooks() has been called.

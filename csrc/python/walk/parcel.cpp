@@ -156,9 +156,7 @@ std::unique_ptr<Parcel> Parcel::read(c10::Storage bytes, ParcelTraits traits,
   std::shared_ptr<const ParcelLayout> layout =
       read_layout(head.subspan(kHeaderBytes, layout_bytes), total, traits.may_unpickle);
   if (!layout->pickled.is_none() && !traits.may_unpickle) {
-    throw MalformedBytes(
-        "the parcel has a pickle, which runs code when it is read: give allow_pickle=True if you "
-        "trust where it comes from");
+    hooks().refuse_pickle(layout->path_of_pickled(), layout->pickled);
   }
   const uint64_t body_begin = align_up(kHeaderBytes + layout_bytes, kParcelAlignmentBytes);
   if (body_begin + layout->body_bytes() != total) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -48,6 +49,10 @@ class ParcelLayout {
 
   // The same plan for a body that a device can read. Made by the first call.
   const std::shared_ptr<const PackPlan>& pinned_plan() const;
+
+  // Returns where the first pickled value is, or the container that it belongs to: for example
+  // "data['boxes'][3]".
+  std::string path_of_pickled() const;
 
   size_t tree_leaves() const { return leaves.size() - memory; }
   uint64_t body_bytes() const { return plan->chunks.empty() ? 0 : plan->chunks.back().end(); }
