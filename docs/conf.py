@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+sys.path[:0] = [str(DOCS), str(DOCS.parent / "benchmarks")]
 
 from tool import history, plots, report  # noqa: E402
 
@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
+    "api_page",
 ]
 exclude_patterns = ["_build", "tutorials/*.py", "tutorials/*.ipynb", "tutorials/GALLERY_HEADER.rst"]
 default_role = "py:obj"  # single backticks in docstrings are code, linked where possible

@@ -36,32 +36,35 @@ class ExplainedLeaf(NamedTuple):
 
         for leaf in tdcopier.explain(batch, "cuda"):
             print(leaf.path, leaf.treatment, leaf.reason)
+
+    Attributes:
+        path: Its place, for example `data['boxes'][3]`.
+        kind: The name of its class.
+        dtype: For example `float32`; None if it is no tensor or array.
+        shape: Its shape, with names of sizes that are no numbers (`j1` of a jagged tensor); the
+            batch size of a TensorDict; None if it has none.
+        nbytes: Size of its elements, 0 for an opaque value that is no array. A sparse tensor counts
+            its indices too.
+        device: Its device; None if it has none, or several.
+        treatment: The glossary and `CopyStats` describe the treatments.
+        chunk: The chunk on the target that it arrives in, counted from 0; None if it has none.
+        offset_bytes: Its place in that chunk.
+        in_place: Whether the device reads it where it is, because it is pinned, and no thread
+            stages it.
+        reason: Why it is treated like this, in words.
     """
 
     path: str
-    """Its place, for example `data['boxes'][3]`."""
     kind: str
-    """The name of its class."""
     dtype: str | None
-    """For example `float32`; None if it is no tensor or array."""
     shape: tuple[int | str, ...] | None
-    """Its shape, with names of sizes that are no numbers (`j1` of a jagged tensor); the batch size
-    of a TensorDict; None if it has none."""
     nbytes: int
-    """Size of its elements, 0 for an opaque value that is no array. A sparse tensor counts its
-    indices too."""
     device: str | None
-    """Its device; None if it has none, or several."""
     treatment: Treatment
-    """The glossary and `CopyStats` describe the treatments."""
     chunk: int | None
-    """The chunk on the target that it arrives in, counted from 0; None if it has none."""
     offset_bytes: int | None
-    """Its place in that chunk."""
     in_place: bool
-    """Whether the device reads it where it is, because it is pinned, and no thread stages it."""
     reason: str
-    """Why it is treated like this, in words."""
 
 
 class ExplainedCounts(NamedTuple):
@@ -70,6 +73,16 @@ class ExplainedCounts(NamedTuple):
     For example::
 
         assert tdcopier.explain(batch, "cuda").counts.delegated_leaves == 0
+
+    Attributes:
+        packed_leaves: Leaves that share a chunk with others.
+        alone_leaves: Leaves with a chunk of their own.
+        delegated_leaves: Leaves and objects that are left to their own ``.to``.
+        reused_leaves: Leaves that are on the target already.
+        opaque_leaves: Values that are neither containers nor leaves.
+        chunks: Allocations on the target.
+        transfers: Transfers that the engine enqueues.
+        transfer_bytes: Bytes of these transfers, including padding between slots.
     """
 
     packed_leaves: int
@@ -83,7 +96,12 @@ class ExplainedCounts(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Values of one treatment together."""
+    """Values of one treatment together.
+
+    Attributes:
+        leaves: How many values there are.
+        nbytes: Bytes of their elements.
+    """
 
     leaves: int
     nbytes: int
@@ -99,17 +117,19 @@ class Explanation:
         print(explanation.totals["packed"].nbytes, explanation.left_in_attributes)
 
     Print it for a table. Iterating over it gives its rows.
+
+    Attributes:
+        device: The target.
+        rows: Every leaf and every opaque value, in the order of the tree.
+        counts: The numbers that `handle.stats` of the copy will contain.
+        left_in_attributes: Paths of attributes with tensors in them, beside the fields or items of
+            a container. A copy leaves them as they are; they are in no row and no count.
     """
 
     device: torch.device
-    """The target."""
     rows: tuple[ExplainedLeaf, ...]
-    """Every leaf and every opaque value, in the order of the tree."""
     counts: ExplainedCounts
-    """The numbers that `handle.stats` of the copy will contain."""
     left_in_attributes: tuple[str, ...] = ()
-    """Paths of attributes with tensors in them, beside the fields or items of a container. A copy
-    leaves them as they are; they are in no row and no count."""
 
     @property
     def totals(self) -> dict[Treatment, Total]:

@@ -21,24 +21,28 @@ class StepTimes(NamedTuple):
 
     The times of threads that run in parallel add up, so `stage` and `enqueue` may exceed the
     duration of the copy.
+
+    Attributes:
+        flatten_us: Taking the tree apart and inspecting each leaf; for `copy_into`, each pair of
+            leaves.
+        plan_us: Deciding where each leaf goes, and allocating memory for it.
+        stage_us: Reading leaves into staging memory, or enqueuing the kernel that gathers them. For
+            `copy_into` also writing arrived bytes to their destinations on the host.
+        enqueue_us: Enqueuing transfers on tdcopier's streams; transfers of pageable memory block
+            here.
+        outputs_us: Making the tensors of the result.
+        unflatten_us: Making the containers of the result, and the Python objects of its tensors.
+        wait_us: Time that the host was blocked, in `get`, in `wait` until the host sources were
+            read or the result had arrived on the host, or by `limits.set_run_ahead`.
     """
 
     flatten_us: float
-    """Taking the tree apart and inspecting each leaf; for `copy_into`, each pair of leaves."""
     plan_us: float
-    """Deciding where each leaf goes, and allocating memory for it."""
     stage_us: float
-    """Reading leaves into staging memory, or enqueuing the kernel that gathers them. For
-    `copy_into` also writing arrived bytes to their destinations on the host."""
     enqueue_us: float
-    """Enqueuing transfers on tdcopier's streams; transfers of pageable memory block here."""
     outputs_us: float
-    """Making the tensors of the result."""
     unflatten_us: float
-    """Making the containers of the result, and the Python objects of its tensors."""
     wait_us: float
-    """Time that the host was blocked, in `get`, in `wait` until the host sources were read or the
-    result had arrived on the host, or by `limits.set_run_ahead`."""
 
 
 class CopyStats(NamedTuple):
@@ -58,45 +62,50 @@ class CopyStats(NamedTuple):
 
     For `copy_into`, leaves of up to 256 KiB count as packed and larger ones as alone, even without
     a transfer, and `chunks` counts those on the target that are scattered to their destinations.
+
+    Attributes:
+        packed_leaves: Leaves that share a chunk with others.
+        alone_leaves: Leaves with a chunk of their own, because they are larger than 256 KiB or
+            `max_packed_chunk_bytes`, or because packing is off.
+        delegated_leaves: Leaves and objects that were delegated to their own ``.to``, inside the
+            call; it may have blocked. An object counts even if its ``.to`` returned the object
+            itself.
+        reused_leaves: Leaves that were on the target already and are returned as the same objects.
+            For `copy_into`, leaves that are the same memory as their destination, and those that
+            are tied to another leaf, with which they are written.
+        opaque_leaves: Values that are neither containers nor leaves, passed through unchanged.
+        chunks: Allocations on the target.
+        transfers: Transfers that the engine enqueued, without those of delegated leaves. A kernel
+            that gathers leaves of a CUDA device directly into pinned memory, up to 4 MiB, counts as
+            one.
+        transfer_bytes: Bytes of these transfers, including padding between slots.
+        background: Whether worker threads staged the copy, rather than the call itself.
+        fallbacks: Operations that took a slower path because the fast one was unavailable. On CUDA:
+            gathers, scatters and transfers by torch's own calls. On any device: memory that could
+            not be pinned, an event that could not be recorded, tables whose rows were read by their
+            own code. Delegated leaves are not included.
+        opaque_differences: Opaque values of the source that differ from those at the same place in
+            a destination that exists, and were not copied: see `copy_opaque` of `copy_into`. 0 for
+            copies to new memory.
+        rows_in_place: Leaves that a kernel of the device reads from pinned memory, or writes there,
+            such as rows of a storage, and in a copy the small leaves that are pinned each for
+            itself. No host thread stages them.
+        steps: Time spent in each phase so far; None unless `time_steps` was on at the call.
     """
 
     packed_leaves: int
-    """Leaves that share a chunk with others."""
     alone_leaves: int
-    """Leaves with a chunk of their own, because they are larger than 256 KiB or
-    `max_packed_chunk_bytes`, or because packing is off."""
     delegated_leaves: int
-    """Leaves and objects that were delegated to their own ``.to``, inside the call; it may have
-    blocked. An object counts even if its ``.to`` returned the object itself."""
     reused_leaves: int
-    """Leaves that were on the target already and are returned as the same objects. For `copy_into`,
-    leaves that are the same memory as their destination, and those that are tied to another leaf,
-    with which they are written."""
     opaque_leaves: int
-    """Values that are neither containers nor leaves, passed through unchanged."""
     chunks: int
-    """Allocations on the target."""
     transfers: int
-    """Transfers that the engine enqueued, without those of delegated leaves. A kernel that gathers
-    leaves of a CUDA device directly into pinned memory, up to 4 MiB, counts as one."""
     transfer_bytes: int
-    """Bytes of these transfers, including padding between slots."""
     background: bool
-    """Whether worker threads staged the copy, rather than the call itself."""
     fallbacks: int
-    """Operations that took a slower path because the fast one was unavailable. On CUDA: gathers,
-    scatters and transfers by torch's own calls. On any device: memory that could not be pinned, an
-    event that could not be recorded, tables whose rows were read by their own code. Delegated
-    leaves are not included."""
     opaque_differences: int
-    """Opaque values of the source that differ from those at the same place in a destination that
-    exists, and were not copied: see `copy_opaque` of `copy_into`. 0 for copies to new memory."""
     rows_in_place: int = 0
-    """Leaves that a kernel of the device reads from pinned memory, or writes there, such as rows of
-    a storage, and in a copy the small leaves that are pinned each for itself. No host thread stages
-    them."""
     steps: StepTimes | None = None
-    """Time spent in each phase so far; None unless `time_steps` was on at the call."""
 
 
 def stats_of(*fields: Any) -> CopyStats:

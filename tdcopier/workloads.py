@@ -296,14 +296,16 @@ class Workload(NamedTuple):
     For example::
 
         batch = tdcopier.workloads.WORKLOADS["flat_dict"].make(7)  # 7 is the seed
+
+    Attributes:
+        make: Takes a seed and returns a tree.
+        pool: Number of batches with different values that a benchmark cycles through.
+        repeat_share: The share of a benchmark's repeats that this batch gets; large ones get less.
     """
 
     make: Callable[[int], Any]
-    """Takes a seed and returns a tree."""
     pool: int
-    """Number of batches with different values that a benchmark cycles through."""
     repeat_share: float
-    """The share of a benchmark's repeats that this batch gets; large ones get less."""
 
 
 WORKLOADS: dict[str, Workload] = {

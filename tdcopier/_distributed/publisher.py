@@ -32,20 +32,22 @@ class PublisherStats(NamedTuple):
         weights = tdcopier.distributed.publish(model, store=store)
         if weights.stats.lost_peers:
             restart_actors()
+
+    Attributes:
+        messages: To all followers together.
+        nbytes: Of their parcels.
+        parts: Messages that had the changed weights alone.
+        open_peers: Followers now.
+        closed_peers: Followers that have closed their end.
+        lost_peers: Followers that have ended without it, or did not answer.
     """
 
     messages: int
-    """To all followers together."""
     nbytes: int
-    """Of their parcels."""
     parts: int
-    """Messages that had the changed weights alone."""
     open_peers: int
-    """Followers now."""
     closed_peers: int
-    """Followers that have closed their end."""
     lost_peers: int
-    """Followers that have ended without it, or did not answer."""
 
 
 class _Follower(Link):

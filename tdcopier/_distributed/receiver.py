@@ -23,24 +23,27 @@ class ReceiverStats(NamedTuple):
 
         rx = tdcopier.distributed.receiver(store=store)
         print(f"{rx.stats.waiting} batches of {rx.stats.open_peers} senders are waiting")
+
+    Attributes:
+        batches: That were taken.
+        nbytes: Of their parcels.
+        waiting: Batches that have arrived, and were not taken yet.
+        refused: Batches that could not be read, or had another checksum.
+        allocations: Times that a batch got new memory, because it was larger or results on the host
+            were kept.
+        open_peers: Senders now.
+        closed_peers: Senders that have closed their end.
+        lost_peers: Senders that have ended without it, or did not answer.
     """
 
     batches: int
-    """That were taken."""
     nbytes: int
-    """Of their parcels."""
     waiting: int
-    """Batches that have arrived, and were not taken yet."""
     refused: int
-    """Batches that could not be read, or had another checksum."""
     allocations: int
-    """Times that a batch got new memory, because it was larger or results on the host were kept."""
     open_peers: int
-    """Senders now."""
     closed_peers: int
-    """Senders that have closed their end."""
     lost_peers: int
-    """Senders that have ended without it, or did not answer."""
 
 
 class Receiver(Hub):

@@ -22,16 +22,18 @@ class SenderStats(NamedTuple):
         tx = tdcopier.distributed.sender(store=store)
         tx.start(batch)
         print(f"{tx.stats.nbytes / tx.stats.batches} bytes per batch, {tx.stats.waits} waits")
+
+    Attributes:
+        batches: That were started.
+        nbytes: Of their parcels.
+        waits: Calls that had to wait until the receiver had memory, because it was slower.
+        allocations: Times that a batch got new memory.
     """
 
     batches: int
-    """That were started."""
     nbytes: int
-    """Of their parcels."""
     waits: int
-    """Calls that had to wait until the receiver had memory, because it was slower."""
     allocations: int
-    """Times that a batch got new memory."""
 
 
 class Sender(End):

@@ -95,6 +95,10 @@ class Transfers(NamedTuple):
     For example::
 
         transfers, nbytes = sim.counts().h2d
+
+    Attributes:
+        transfers: How many.
+        nbytes: Their bytes.
     """
 
     transfers: int
@@ -108,12 +112,18 @@ class Counts(NamedTuple):
 
         sent, received, between, within = sim.counts()
         assert received.nbytes < sent.nbytes
+
+    Attributes:
+        h2d: From the host to a device.
+        d2h: From a device to the host.
+        d2d: From one device to another.
+        within: Within one device.
     """
 
-    h2d: Transfers  #: from the host to a device
-    d2h: Transfers  #: from a device to the host
-    d2d: Transfers  #: from one device to another
-    within: Transfers  #: within one device
+    h2d: Transfers
+    d2h: Transfers
+    d2d: Transfers
+    within: Transfers
 
 
 def counts() -> Counts:
@@ -137,12 +147,18 @@ class EventCounts(NamedTuple):
     For example::
 
         records, stream_waits, queries, host_waits = sim.event_counts()
+
+    Attributes:
+        records: Of an event on a stream.
+        stream_waits: Of a stream for an event.
+        queries: Whether an event has been reached.
+        host_waits: Of the calling thread for an event.
     """
 
-    records: int  #: of an event on a stream
-    stream_waits: int  #: of a stream for an event
-    queries: int  #: whether an event has been reached
-    host_waits: int  #: of the calling thread for an event
+    records: int
+    stream_waits: int
+    queries: int
+    host_waits: int
 
 
 def event_counts() -> EventCounts:
@@ -177,13 +193,20 @@ class MemoryStats(NamedTuple):
     For example::
 
         peak = sim.memory_stats("sim:1").peak_allocated_bytes
+
+    Attributes:
+        allocated_bytes: In blocks that are in use.
+        peak_allocated_bytes: The most of these.
+        reserved_bytes: In all blocks, in use or kept for reuse.
+        peak_reserved_bytes: The most of these.
+        allocations: Number of non-empty allocations.
     """
 
-    allocated_bytes: int  #: in blocks that are in use
+    allocated_bytes: int
     peak_allocated_bytes: int
-    reserved_bytes: int  #: in all blocks, in use or kept for reuse
+    reserved_bytes: int
     peak_reserved_bytes: int
-    allocations: int  #: number of non-empty allocations
+    allocations: int
 
 
 def memory_stats(device: DeviceLike = None) -> MemoryStats:
@@ -230,11 +253,16 @@ class PinnedBytes(NamedTuple):
     For example::
 
         in_use, current, peak = sim.pinned_bytes()
+
+    Attributes:
+        in_use: Allocated.
+        current: Taken from the system, allocated or kept for reuse.
+        peak: The highest `current` since the last `reset_peak_pinned_bytes`.
     """
 
-    in_use: int  #: allocated
-    current: int  #: taken from the system, allocated or kept for reuse
-    peak: int  #: the highest ``current`` since the last :func:`reset_peak_pinned_bytes`
+    in_use: int
+    current: int
+    peak: int
 
 
 def pinned_bytes() -> PinnedBytes:

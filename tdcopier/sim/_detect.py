@@ -28,6 +28,10 @@ class Hazard(NamedTuple):
         with sim.detect() as detector:
             train_one_step()
             kinds = {hazard.kind for hazard in detector.hazards}
+
+    Attributes:
+        kind: Its name, for example "unordered".
+        message: What happened, in words.
     """
 
     kind: str

@@ -40,16 +40,18 @@ class LearnerStats(NamedTuple):
         learner.steps(1000)
         if learner.stats.captures > 1:
             print(learner.stats.why_captured)
+
+    Attributes:
+        steps: All steps.
+        replays: Those that replayed a graph.
+        captures: Graphs that were captured.
+        why_captured: Why the last of them was captured anew; None: there was none, or one.
     """
 
     steps: int
-    """All steps."""
     replays: int
-    """Those that replayed a graph."""
     captures: int
-    """Graphs that were captured."""
     why_captured: str | None
-    """Why the last of them was captured anew; None: there was none, or one."""
 
 
 class GraphedLearner:

@@ -88,12 +88,14 @@ class PriorityStats(NamedTuple):
 
         sampler = tdcopier.torchrl.PackedPrioritizedSampler(50_000, 0.7, 0.5)
         print(f"{sampler.priority_stats.waits} of {sampler.priority_stats.late} updates waited")
+
+    Attributes:
+        late: Calls that were applied later, because an index or priorities were on the device.
+        waits: Those of them for which the host had to wait.
     """
 
     late: int
-    """Calls that were applied later, because an index or priorities were on the device."""
     waits: int
-    """Those of them for which the host had to wait."""
 
 
 class PackedPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc]

@@ -35,21 +35,23 @@ class ReadStats(NamedTuple):
         print(f"{storage.read_stats.fallbacks} reads by torchrl's own code")
 
     Each read is counted once in the first four; `moved_indices` is of all of them.
+
+    Attributes:
+        gathered: Reads by native threads, into packed memory.
+        reused: Reads that returned the rows that a sampler of slices had just read.
+        views: Reads of slices, single rows and keys: torchrl returns views, which copy nothing.
+        fallbacks: Reads that torchrl's own indexing copied, because the engine cannot: masks,
+            indices of three dimensions or of several kinds, a storage on a device, trees with
+            classes of their own, and leaves whose rows differ in number.
+        moved_indices: Reads for which the host waited for an index on the device, because the
+            device cannot read the rows, for example of trees with classes of their own.
     """
 
     gathered: int
-    """Reads by native threads, into packed memory."""
     reused: int
-    """Reads that returned the rows that a sampler of slices had just read."""
     views: int
-    """Reads of slices, single rows and keys: torchrl returns views, which copy nothing."""
     fallbacks: int
-    """Reads that torchrl's own indexing copied, because the engine cannot: masks, indices of three
-    dimensions or of several kinds, a storage on a device, trees with classes of their own, and
-    leaves whose rows differ in number."""
     moved_indices: int = 0
-    """Reads for which the host waited for an index on the device, because the device cannot read
-    the rows, for example of trees with classes of their own."""
 
 
 class WriteStats(NamedTuple):
@@ -59,17 +61,20 @@ class WriteStats(NamedTuple):
 
         storage = tdcopier.torchrl.PackedLazyTensorStorage(4096, sample_device="cuda", pinned=True)
         print(storage.write_stats.by_device, storage.write_stats.waits)
+
+    Attributes:
+        by_device: Batches on the device whose rows the device has written, to a pinned storage.
+        by_host: Batches that the host has written, those on the host included.
+        waits: Writes by the host that waited because the device was still reading rows.
+        fallbacks: Of those by the host: by torchrl's own code, one leaf after the other, because
+            the engine does not: the first, masks and single rows, other dtypes or shapes, and
+            classes of their own.
     """
 
     by_device: int
-    """Batches on the device whose rows the device has written, to a pinned storage."""
     by_host: int
-    """Batches that the host has written, those on the host included."""
     waits: int
-    """Writes by the host that waited because the device was still reading rows."""
     fallbacks: int = 0
-    """Of those by the host: by torchrl's own code, one leaf after the other, because the engine
-    does not: the first, masks and single rows, other dtypes or shapes, and classes of their own."""
 
 
 class Packed(TensorStorage):  # type: ignore[misc]

@@ -166,9 +166,7 @@ def test_values_that_need_a_pickle_are_refused_and_the_next_batch_comes(channel)
     tx, rx = channel()
     tx.start({"a": torch.zeros(2), "b": slice(1, 2)})
     tx.start({"a": torch.ones(2)})
-    with pytest.raises(
-        ValueError, match=r"^batch 0 of \S+: data\['b'\] has .*allow_pickle"
-    ):
+    with pytest.raises(ValueError, match=r"^batch 0 of \S+: data\['b'\] has .*allow_pickle"):
         rx.next(timeout_s=10)
     assert rx.next(timeout_s=10).get()["a"].tolist() == [1, 1]
     assert rx.stats.refused == 1

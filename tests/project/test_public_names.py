@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -335,3 +336,26 @@ def _keywords(called: Any) -> set[str]:
         if not rest:
             break
     return keywords
+
+
+def test_each_field_of_a_named_tuple_is_described_in_the_docstring_of_its_class():
+    modules = [tdcopier, *(getattr(tdcopier, name) for name in sorted(NAMESPACES))]
+    if importlib.util.find_spec("torchrl") is not None:
+        modules.append(importlib.import_module("tdcopier.torchrl"))
+    found = {
+        value
+        for module in modules
+        for value in (getattr(module, name) for name in module.__all__)
+        if inspect.isclass(value) and issubclass(value, tuple) and hasattr(value, "_fields")
+    } - BATCHES
+    assert len(found) >= 14
+    for cls in found:
+        fields = inspect.getdoc(cls).partition("\nAttributes:\n")[2]
+        described = re.findall(r"^    (\w+): \S", fields, re.MULTILINE)
+        assert described == list(cls._fields), cls
+
+
+BATCHES = {value for value in vars(tdcopier.workloads).values() if inspect.isclass(value)} - {
+    tdcopier.workloads.Workload
+}
+"""Named tuples that are examples of what users have."""
