@@ -117,7 +117,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
             or (batch_size is not None and batch_size != size)
             or type(sampler) is not DeviceRandomSampler
             or not isinstance(storage, TensorStorage)  # it is made later
-            or not hasattr(storage, "plain_read")
+            or not hasattr(storage, "_plain_read")
             or sampler.device != storage.sample_device
             or type(self)._sample is not PackedTensorDictReplayBuffer._sample
             or self._sample_unit is None
@@ -132,12 +132,12 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
         ):
             return None
         with self._replay_lock, self._write_lock:
-            read = storage.plain_read(size)
+            read = storage._plain_read(size)
             if read is None:
                 return None
             index, _ = sampler.sample(storage, size)
             try:
-                rows = storage.read_plainly(read, index)
+                rows = storage._read_plainly(read, index)
             except (ValueError, TypeError):  # a leaf has changed in place, or a mode of torch is on
                 current.drawn_index = index
                 return None
@@ -189,7 +189,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
         return super()._capture_prefetch_state(*arguments, **options)
 
     def _refuse_within_writing(self) -> None:
-        if self._prefetch and getattr(self._storage, "is_being_written_here", False):
+        if self._prefetch and getattr(self._storage, "_is_being_written_here", False):
             raise RuntimeError(
                 "within storage.writing(), a buffer with prefetch= would wait for ever for its "
                 "prefetched samples: call it before or after"
@@ -216,7 +216,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """Keep samples from starting, and wait until a device accesses no row of the storage."""
-        writing = getattr(self._storage, "host_writes", contextlib.nullcontext)
+        writing = getattr(self._storage, "_host_writes", contextlib.nullcontext)
         with self._replay_lock, writing():
             yield
 

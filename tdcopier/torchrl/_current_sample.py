@@ -121,7 +121,7 @@ class RecordingSampleUnit(SampleUnit):  # type: ignore[misc]
             now.info = info
             now.storage = storage
             if now.keeps_index and isinstance(index, torch.Tensor) and not index.is_cpu:
-                takes: Any = getattr(storage, "takes_index_on", None)
+                takes: Any = getattr(storage, "_takes_index_on", None)
                 if index.dim() > 0 and takes is not None and takes(index.device):
                     index = IndexOnDevice(index)
         return index, info

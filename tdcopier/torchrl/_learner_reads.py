@@ -87,7 +87,7 @@ class LearnerReads:
         reads ahead, its next rows have been read.
         """
         buffer, storage = self._buffer, self._current_storage()
-        if storage.is_being_written_here:
+        if storage._is_being_written_here:
             raise RuntimeError("within storage.writing(), no step can read rows: end it before")
         if (before := getattr(buffer, "_sample_dependency", None)) is not None:
             before.result()
@@ -183,8 +183,8 @@ class LearnerReads:
         made_with = [*map(id, kept), *(leaf.data_ptr() for leaf in leaves)]
         is_same = made_with == self._made_with
         if static is not None and is_same and static.fits(info):
-            if storage.replacements != self._replacements:
-                self._replacements = storage.replacements
+            if storage._replacements != self._replacements:
+                self._replacements = storage._replacements
                 static.has_next = False  # these rows were of before
             return static
         if type(rows) is not TensorDict:
@@ -201,7 +201,7 @@ class LearnerReads:
             rows, self._keys, self.device, info, reads_ahead=self._reads_ahead
         )
         self._made_with, self._kept = made_with, kept
-        self._replacements = storage.replacements
+        self._replacements = storage._replacements
         return self._static
 
 

@@ -80,7 +80,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         self.pinned = pinned and str(sample_device) != "cpu"
         self._pin = Pin()
         self._plain: PlainRead | None = None
-        self.replacements = 0
+        self._replacements = 0
         """How often all rows were loaded or removed."""
         self._in_flight = InFlight()
         self._late_cursor = _LateCursor()
@@ -124,14 +124,14 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
             # The buffers' locks first, as in the buffers' methods.
             for lock in sorted((lock for lock in locks if lock is not None), key=id):
                 stack.enter_context(lock)
-            stack.enter_context(self.host_writes())
+            stack.enter_context(self._host_writes())
             try:
                 yield
             finally:
                 self._plain = None
 
     @contextmanager
-    def host_writes(self) -> Iterator[None]:
+    def _host_writes(self) -> Iterator[None]:
         """Do what `writing` does for code that has the buffer's lock, or calls no buffer."""
         with self._in_flight.host_writes():
             try:
@@ -140,7 +140,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
                 self._pin.look_again()
 
     @property
-    def is_being_written_here(self) -> bool:
+    def _is_being_written_here(self) -> bool:
         """Whether this thread is in the context of `writing`."""
         return self._in_flight.host_writer == threading.get_ident()
 
@@ -153,7 +153,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
 
     # ---- reads -----------------------------------------------------------------------------------
 
-    def takes_index_on(self, device: torch.device) -> bool:
+    def _takes_index_on(self, device: torch.device) -> bool:
         """Return whether a sample's index may stay on a device."""
         return self.pinned and device == self.sample_device and self.ndim == 1
 
@@ -185,13 +185,13 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         self._reads.add(gathered=1)
         return found
 
-    def plain_read(self, size: int) -> PlainRead | None:
+    def _plain_read(self, size: int) -> PlainRead | None:
         """Return how the device reads samples of a size; None if Python must look at each."""
         rows, read = self._rows, self._plain
         if read is None or not read.fits(rows, size):
             device = self.sample_device
             is_derived = type(self) is not PackedLazyTensorStorage  # it may read in its own way
-            if is_derived or device is None or not self.takes_index_on(device):
+            if is_derived or device is None or not self._takes_index_on(device):
                 return None
             if not self.initialized or not is_on_the_host(self):
                 return None
@@ -201,7 +201,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         self._pin.keep(rows, self.sample_device)
         return read
 
-    def read_plainly(self, read: PlainRead, index: torch.Tensor) -> TensorDict:
+    def _read_plainly(self, read: PlainRead, index: torch.Tensor) -> TensorDict:
         """Return the rows of an index that the device has drawn."""
         with self._in_flight.start(index.device):
             if self._in_flight.has_writes():
@@ -273,7 +273,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
             if self._set_by_device(cursor, data, set_cursor):
                 self._written_by_device += 1
                 return
-            with self.host_writes():
+            with self._host_writes():
                 if is_on_the_host(self):
                     cursor, data = _on_the_host(cursor), _on_the_host(data)
                 super().set(cursor, data, set_cursor=set_cursor)
@@ -314,21 +314,21 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         return True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with self.host_writes():
-            self.replacements += 1
+        with self._host_writes():
+            self._replacements += 1
             super().load_state_dict(state_dict)
 
     def loads(self, path: Any) -> None:
-        with self.host_writes():
-            self.replacements += 1
+        with self._host_writes():
+            self._replacements += 1
             super().loads(path)
 
     def _empty(self) -> None:
         super()._empty()
-        self.replacements += 1
+        self._replacements += 1
 
     def _apply_conditional_patch(self, index: Any, patch: Any) -> None:
-        with self.host_writes():
+        with self._host_writes():
             super()._apply_conditional_patch(index, patch)
 
     def _set_last_cursor(self, cursor: Any) -> None:
