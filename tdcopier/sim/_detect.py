@@ -31,7 +31,7 @@ class Hazard(NamedTuple):
 
     Attributes:
         kind: Its name, for example "unordered".
-        message: What happened, in words.
+        message: The accesses, or the leak, in words.
     """
 
     kind: str
