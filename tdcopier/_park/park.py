@@ -276,7 +276,7 @@ def park(*states: Any, gradients: bool = True, on_unknown: OnUnknown = None) -> 
 
     **Other copies and threads.** A call of this changes the tensors like one that overwrites them:
     before it, wait for copies of tdcopier that still read or fill them, and let no other thread use
-    them during it. The same applies to `resume`.
+    them during it. The same applies to `resume`. Snapshots are ordered by streams: see `snapshot`.
 
     Args:
         *states: modules (their parameters and buffers), optimizers (their state, without the

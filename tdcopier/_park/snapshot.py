@@ -142,6 +142,10 @@ def snapshot(
     modules at any time: the current streams wait until the device has put them aside (large
     buffers are cloned on the device, which takes memory). Tensors on the host at any time.
 
+    **Parking.** `park` takes the memory of tensors that a snapshot still reads, and need not wait
+    for it if its current streams are those of this call. On others call `before_update` first: else
+    the memory is used again while the device reads it, and the snapshot has other values.
+
     Args:
         state: modules, optimizers, state dicts, TensorDicts, tensors, in any nesting of containers.
         optimizer: an optimizer that updates tensors of the state without being in it.

@@ -131,6 +131,30 @@ def a_snapshot_is_taken_beside_updates(world: ScenarioWorld) -> None:
 
 
 @without_pool
+def a_state_is_parked_beside_its_snapshot(world: ScenarioWorld) -> None:
+    """Its memory is reused only when a snapshot has read it too: on its stream, or on another."""
+    device = world.devices[0]
+    first, other = world.stream(device), world.stream(device)
+    with world.on(first):
+        state, expected = _state(world, device)
+        taken = tdcopier.snapshot(state, defer_wait=True)
+        parked = tdcopier.park(state)
+        _use(world, device)
+        parked.resume()
+        world.read_late(state, expected)
+        after = tdcopier.snapshot(state, defer_wait=True)
+    with world.on(other):
+        other.wait_stream(first)
+        after.before_update()
+        parked = tdcopier.park(state)
+        _use(world, device)
+        parked.resume()
+        world.read_late(state, expected)
+    world.expect(taken.get(), expected)
+    world.expect(after.get(), expected)
+
+
+@without_pool
 def parking_fails_beside_a_copy(world: ScenarioWorld) -> None:
     """A transfer that cannot be enqueued leaves the state resident, and the next call works."""
     device = world.devices[0]
@@ -158,5 +182,6 @@ PARK = (
     two_states_take_turns_beside_copies,
     a_state_of_two_devices_is_parked,
     a_snapshot_is_taken_beside_updates,
+    a_state_is_parked_beside_its_snapshot,
     parking_fails_beside_a_copy,
 )
