@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from tdcopier._distributed.address import Address
 from tdcopier._distributed.collectives import all_gather, broadcast, gather, scatter
 from tdcopier._distributed.ends import ChannelClosedError, PeerLostError
 from tdcopier._distributed.follower import Follower
 from tdcopier._distributed.publisher import Publisher, PublisherStats
 from tdcopier._distributed.receiver import Receiver, ReceiverStats
-from tdcopier._distributed.rendezvous import Address, Options, seconds
+from tdcopier._distributed.rendezvous import Options, seconds
 from tdcopier._distributed.sender import Sender, SenderStats
 from tdcopier._distributed.weights import Weights
 from tdcopier._options import Device

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import json
 import os
 import socket
@@ -42,7 +41,6 @@ _MARK, _LENGTH = b"tdcopier 3\n", struct.Struct("<I")
 """The first bytes of a connection, and the size of what follows."""
 _MOST_BYTES = 4096
 """Of what a process says of itself."""
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 def seconds(name: str, value: object, *, zero: bool = False) -> float:
@@ -58,32 +56,6 @@ def seconds(name: str, value: object, *, zero: bool = False) -> float:
         least = "not be negative" if zero else "be positive"
         raise ValueError(f"{name} must {least}, and less than {LONGEST_S:g}; got {value!r}")
     return float(value)
-
-
-class Address(NamedTuple):
-    """Where a process can be reached by others; by default, by the name of its host."""
-
-    host: str | None = None
-    interface: str | None = None
-
-    def resolve(self) -> str:
-        """Return the address of this host.
-
-        Raises:
-            ValueError: this host has none like that.
-        """
-        try:
-            if self.interface is not None:
-                return _address_of(self.interface)
-            if self.host is not None:
-                return _own_address(self.host)
-        except OSError as error:
-            given = self.host if self.interface is None else self.interface
-            what = "host" if self.interface is None else "interface"
-            raise ValueError(f"{what} {given!r}: {error}") from None
-        with contextlib.suppress(OSError):  # the host's name may be that of no address
-            return _own_address(socket.gethostname())
-        return _own_address("localhost")
 
 
 class Options(NamedTuple):
@@ -322,9 +294,14 @@ def _swap(store: Any, key: str, before: str, after: str) -> str:
     """Set a key if it has that value, or is not there and that is empty; return what it has."""
     try:
         return str(store.compare_set(key, before, after).decode())
-    except (AttributeError, NotImplementedError):  # a store of one's own may lack it
-        store.set(key, after)
-        return after
+    except (AttributeError, RuntimeError) as error:  # a store of one's own may lack it
+        if isinstance(error, RuntimeError) and "Not implemented" not in str(error):
+            raise
+    found = store.get(key).decode() if store.check([key]) else ""
+    if found != before:
+        return str(found)
+    store.set(key, after)
+    return after
 
 
 def _found(about: dict[str, Any]) -> Found:
@@ -380,30 +357,6 @@ def _read_bytes(connected: socket.socket, size: int, end: float) -> bytes:
             raise ConnectionError("it has closed the connection")
         found += part
     return found
-
-
-def _own_address(host: str) -> str:
-    """Return an address of this host by its name.
-
-    Raises:
-        OSError: it is none.
-    """
-    for family, _, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
-            tried.bind(where)
-            return str(where[0])
-    raise OSError(f"this host has no address {host!r}")
-
-
-def _address_of(interface: str) -> str:
-    """Return the address of a network interface.
-
-    Raises:
-        OSError: there is no such interface, or it has no IPv4 address.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        asked = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _GET_ADDRESS, asked)[20:24])
 
 
 def _key(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tdcopier import distributed
 from tdcopier._distributed import rendezvous
@@ -140,3 +141,38 @@ def test_a_receiver_takes_no_connect_timeout_since_it_connects_to_none(store):
     for call in (distributed.receiver, LISTENERS["publisher"]):
         with pytest.raises(TypeError, match="connect_timeout_s"):
             call(store=store, connect_timeout_s=1.0)
+
+
+class OwnStore(dist.Store):
+    """Has the methods that channels need, and no `compare_set`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
+
+    def clone(self) -> OwnStore:
+        return self
+
+    def set_timeout(self, timeout: object) -> None: ...
+
+
+def test_a_store_that_compares_no_values_brings_ends_together_too():
+    options = {"store": OwnStore(), "peer_timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
+    with distributed.receiver(**options) as rx, distributed.sender(**options) as tx:
+        tx.start(1)
+        assert rx.next(timeout_s=10).get() == 1
+        with pytest.raises(RuntimeError, match="another receiver with the name 'channel' is open"):
+            distributed.receiver(**options)
+    distributed.receiver(**options).close()

@@ -21,7 +21,8 @@ from scenario_world import ScenarioWorld
 
 from tdcopier import _C, distributed
 from tdcopier._distributed import ends, follower, hub, link, publisher, receiver, sender
-from tdcopier._distributed.rendezvous import Address, Found
+from tdcopier._distributed.address import Address
+from tdcopier._distributed.rendezvous import Found
 from tdcopier.sim import Gate
 
 TIMEOUT_S = 1e6  # of the ends: no time passes in a schedule
@@ -105,7 +106,7 @@ def channels(world: ScenarioWorld) -> Iterator[Exchange]:
             self._thread.join()
 
     class Listener:
-        def __init__(self, options: Any, came: Callable[[Found], None]) -> None:
+        def __init__(self, options: Any, came: Callable[[Found], None], _: str) -> None:
             self.failures: list[str] = []
             self._name = options.name
             exchange.listeners[self._name] = came

@@ -14,7 +14,8 @@ namespace {
 class PathFinder {
  public:
   PathFinder(const TreeSpec& spec, const PickledPlace& place)
-      : spec_(spec), wanted_key_(place.is_key ? place.place : spec.keys().size()),
+      : spec_(spec),
+        wanted_key_(place.is_key ? place.place : spec.keys().size()),
         wanted_value_(place.is_key ? spec.values().size() : place.place) {}
 
   std::string find() {
