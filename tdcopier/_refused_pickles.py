@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.raw_unicode_escape as _  # noqa: F401  (bytes could let pickletools do it)
 import io
 import pickletools
 from collections.abc import Iterator

@@ -50,6 +50,7 @@ from tensordict import TensorDict
 from tensordict_classes import Frames
 
 import tdcopier
+import tdcopier._refused_pickles  # at the first refusal otherwise
 from tdcopier import Parcel, pack
 
 MUTATIONS = 100  # of a seed
