@@ -48,6 +48,8 @@ class StepTimes(NamedTuple):
 class CopyStats(NamedTuple):
     """Counts of one copy. Transfers and bytes are complete once the handle is `ready()`.
 
+    Of a failed copy, those that were enqueued together with the one that failed may lack.
+
     For example::
 
         handle = tdcopier.start_copy(batch, "cuda")
@@ -77,13 +79,14 @@ class CopyStats(NamedTuple):
         chunks: Allocations on the target.
         transfers: Transfers that the engine enqueued, without those of delegated leaves. A kernel
             that gathers leaves of a CUDA device directly into pinned memory, up to 4 MiB, counts as
-            one.
+            one. A profiler shows those of a batch for the driver as one.
         transfer_bytes: Bytes of these transfers, including padding between slots.
         background: Whether worker threads staged the copy, rather than the call itself.
         fallbacks: Operations that took a slower path because the fast one was unavailable. On CUDA:
-            gathers, scatters and transfers by torch's own calls. On any device: memory that could
-            not be pinned, an event that could not be recorded, tables whose rows were read by their
-            own code. Delegated leaves are not included.
+            gathers, scatters and transfers by torch's own calls, and batches of transfers that the
+            driver refused. On any device: memory that could not be pinned, an event that could not
+            be recorded, tables whose rows were read by their own code. Delegated leaves are not
+            included.
         opaque_differences: Opaque values of the source that differ from those at the same place in
             a destination that exists, and were not copied: see `copy_opaque` of `copy_into`. 0 for
             copies to new memory.

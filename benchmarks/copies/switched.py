@@ -148,6 +148,14 @@ def of_kernel() -> dict[str, Case]:
     return {f"{name}, pinned": _pinned(_case(batch)) for name, batch in every.items()}
 
 
+def of_batches(bench: Bench) -> dict[str, Case]:
+    """Return copies of several transfers of some size: of windows, and of pinned leaves."""
+    each_bytes = (1 << 20) // (1 if bench.is_real else SIM_SHRINKS)
+    sources = partial(TREE.sources, partial(_pinned_leaves, each_bytes), POOL)
+    pinned_leaves = Case(sources, _of_tree, cold=False)
+    return of_shared_cache(bench) | {"64 pinned tensors of 1 MiB": pinned_leaves}
+
+
 def of_shared_cache(bench: Bench) -> dict[str, Case]:
     """Return copies of large leaves: their participants run ahead of the device."""
     most = 1 << 28 if bench.is_real else (1 << 28) // SIM_SHRINKS
@@ -171,6 +179,10 @@ def of_shared_cache(bench: Bench) -> dict[str, Case]:
 def images(bench: Bench, seed: int) -> Any:
     samples = SAMPLES if bench.is_real else SAMPLES_OF_SIM
     return detection_batch_with_images(samples, seed=seed)
+
+
+def _pinned_leaves(each_bytes: int, seed: int) -> Any:
+    return pinned(many_large(64, each_bytes, seed))
 
 
 def _case(batch: Batch) -> Case:

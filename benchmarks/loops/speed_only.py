@@ -29,6 +29,7 @@ from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes
 
 DEFERRED, PREFETCHING = "deferred batches", "prefetching to the cache"
 KERNEL, SHARED_CACHE = "kernel for small pinned leaves", "stores to the shared cache"
+BATCHES = "transfers in batches"
 MIN_GAIN = 1.02
 """The target for the time without a feature over that with it, in the workload that it is best
 for."""
@@ -84,6 +85,9 @@ def run(bench: Bench) -> Figures:
         ),
         SHARED_CACHE: switched.feature(
             bench, SHARED_CACHE, testing.use_shared_cache_store, switched.of_shared_cache(bench)
+        ),
+        BATCHES: switched.feature(
+            bench, BATCHES, testing.use_batch_transfers, switched.of_batches(bench)
         ),
     }
     return {

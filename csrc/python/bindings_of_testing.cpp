@@ -13,6 +13,7 @@
 #include "engine/device/thread_pools.h"
 #include "engine/jobs/result_memory.h"
 #include "engine/jobs/route.h"
+#include "engine/moves/enqueue_transfers.h"
 #include "engine/moves/row_kernel.h"
 #include "engine/moves/windows.h"
 #include "python/bindings.h"
@@ -76,6 +77,7 @@ void bind_testing(py::module_& m) {
   testing.def("set_shared_cache_store", &set_shared_cache_store);
   testing.def("use_shared_cache_store", &use_shared_cache_store);
   testing.def("use_deferred_batches", &use_deferred_batches);
+  testing.def("use_batch_transfers", &use_batch_transfers);
   testing.def("use_prefetching", [](bool use) { g_prefetching = use; });
   testing.def("use_kernel_for_leaves", &use_kernel_for_leaves);
   testing.def("shared_cache_copies", &shared_cache_copies);

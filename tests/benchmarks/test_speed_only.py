@@ -24,6 +24,7 @@ SWITCHES = {
     speed_only.PREFETCHING: _C.testing.use_prefetching,
     speed_only.KERNEL: _C.testing.use_kernel_for_leaves,
     speed_only.SHARED_CACHE: _C.testing.use_shared_cache_store,
+    speed_only.BATCHES: _C.testing.use_batch_transfers,
 }
 STARTS: dict[str, Callable[[Any, Any], Any]] = {
     "start_copy": tdcopier.start_copy,
@@ -131,6 +132,7 @@ def test_every_feature_has_cases(sim: ModuleType) -> None:
         speed_only.PREFETCHING: switched.of_prefetching(),
         speed_only.KERNEL: switched.of_kernel(),
         speed_only.SHARED_CACHE: switched.of_shared_cache(bench),
+        speed_only.BATCHES: switched.of_batches(bench),
     }
     least = 4 if importlib.util.find_spec("tensordict") else 2
     assert all(len(each) >= least for each in cases.values())

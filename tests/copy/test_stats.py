@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from staged_windows import windows_of
@@ -57,6 +59,8 @@ def test_transfers_are_those_that_the_profiler_counted(request, device, kind, op
     if direction == "D2H by a chunk":
         _C.testing.set_max_straight_bytes(0)
         request.addfinalizer(lambda: _C.testing.set_max_straight_bytes(_C.MAX_STRAIGHT_BYTES))
+    _C.testing.use_batch_transfers(False)
+    request.addfinalizer(lambda: _C.testing.use_batch_transfers(True))
     tree = oracle(TREES[kind](), source)
     tdcopier.copy(tree, target, **options)
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -71,6 +75,37 @@ def test_transfers_are_those_that_the_profiler_counted(request, device, kind, op
         event.count for event in profiler.key_averages() if any(name in event.key for name in names)
     )
     assert handle.stats.transfers == seen
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    torch.version.cuda is not None and torch._C._cuda_getDriverVersion() < 12080,
+    reason="the driver has no batches",
+)
+@pytest.mark.parametrize("kind", ["pageable", "pinned", "on the device"])
+def test_transfers_in_batches_have_the_bytes_that_the_profiler_counted(device, kind, tmp_path):
+    from torch.profiler import ProfilerActivity, profile
+
+    tree = [torch.rand(1 << 18) for _ in range(70)]
+    if kind != "pageable":
+        tree = [leaf.to(device) if kind == "on the device" else leaf.pin_memory() for leaf in tree]
+    target = "cpu" if kind == "on the device" else device
+    tdcopier.copy(tree, target)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        handle = tdcopier.start_copy(tree, target)
+        got = handle.get()
+        torch.cuda.synchronize()
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, tree, strict=True))
+    way = "HtoD" if target == device else "DtoH"
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    seen = [each["args"]["bytes"] for each in events if each["name"].startswith(f"Memcpy {way}")]
+    # One for each batch: of 16 leaves that are read in place, of 64 others, or of two windows while
+    # the device is busy.
+    most = {"pinned": 5, "on the device": 2, "pageable": handle.stats.transfers}
+    assert 0 < len(seen) <= most[kind]
+    assert sum(seen) == handle.stats.transfer_bytes
+    assert handle.stats.fallbacks == 0
 
 
 @pytest.mark.parametrize("megabytes", [1, 3, 8, 20])

@@ -21,6 +21,14 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
         "staging_goes_on_when_all_buffers_wait_for_kernels",
         "DeadlockError",
     ),
+    "window_held_for_want_of_a_buffer": Defect(
+        "Company",
+        "engine/jobs/host_to_device_job.cpp",
+        "  if (!unsent_.empty() || added_ + refused_ >= opened) return false;",
+        "  if (!unsent_.empty() || (added_ + refused_ >= opened && !{defect})) return false;",
+        "windows_are_sent_in_groups",
+        "DeadlockError",
+    ),
     "one_stream_for_both_directions": Defect(
         "Company",
         "engine/device/accelerator.cpp",

@@ -55,6 +55,15 @@ def workers_share_two_buffers(world: ScenarioWorld) -> None:
         world.expect(handle.get(), expected)
 
 
+def windows_are_sent_in_groups(world: ScenarioWorld) -> None:
+    """H2D: the device has buffers to read while workers stage more; then they may have only one."""
+    with small_limits(staging_buffers=5):
+        batch = world.batch((150,))
+        handle = tdcopier.start_copy(batch, world.devices[0])
+        tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
+        world.expect(handle.get(), batch)
+
+
 def sources_are_dropped_at_once(world: ScenarioWorld) -> None:
     """H2D: only the copy keeps the host memory that workers read, until they have read it."""
     device = world.devices[0]
@@ -93,8 +102,8 @@ def polled_while_workers_stage(world: ScenarioWorld) -> None:
 def transfers_fail_when_they_are_enqueued(world: ScenarioWorld) -> None:
     """A failed copy returns everything it allocated, including staging buffers."""
     device = world.devices[0]
-    with small_limits(staging_buffers=1):
-        for n in (1, 3):
+    for buffers, n in ((1, 1), (1, 3), (5, 4)):
+        with small_limits(staging_buffers=buffers):
             batch = world.batch()
             with world.sim.fail_transfer(n, direction="h2d"):
                 handle = tdcopier.start_copy(batch, device)
@@ -435,6 +444,7 @@ ONE_TRANSFER_EACH = (
 
 SEVERAL_TRANSFERS = (
     workers_share_two_buffers,
+    windows_are_sent_in_groups,
     sources_are_dropped_at_once,
     polled_while_workers_stage,
     threads_copy_at_once,

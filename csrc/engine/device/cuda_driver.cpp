@@ -4,6 +4,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
+#include <array>
+#include <atomic>
+
 namespace tdcopier {
 namespace {
 
@@ -28,6 +31,7 @@ const CudaDriver* load() {
       look_up(library, "cuCtxPushCurrent_v2", driver.push_context) &&
       look_up(library, "cuCtxPopCurrent_v2", driver.pop_context) &&
       look_up(library, "cuStreamCreateWithPriority", driver.create_stream);
+  look_up(library, "cuMemcpyBatchAsync", driver.copy_batch);
   const bool copies_to_peers = look_up(library, "cuMemcpyAsync", driver.copy_any) &&
                                look_up(library, "cuPointerGetAttribute", driver.pointer_attribute);
   if (!copies_to_peers) driver.copy_any = nullptr;
@@ -52,6 +56,16 @@ void* native_handle(const c10::Stream& stream) {
   return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStreamNativeHandle(stream);
 }
 
+void* primary_context(const CudaDriver& driver, c10::Device device) {
+  static std::array<std::atomic<void*>, kMostCudaDevices> contexts{};
+  const auto index = static_cast<size_t>(device.index());
+  if (index >= contexts.size()) return nullptr;
+  void* context = contexts[index].load(std::memory_order_acquire);
+  if (context != nullptr || driver.retain_context(&context, device.index()) != 0) return context;
+  contexts[index].store(context, std::memory_order_release);
+  return context;
+}
+
 CurrentContext::CurrentContext(const CudaDriver& driver, void* context) : driver_(driver) {
   void* current = nullptr;
   if (driver.current_context(&current) == 0 && current == context) return;
@@ -68,10 +82,8 @@ std::optional<c10::Stream> make_private_stream(c10::Device device) {
   constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
   constexpr int kHighPriority = -1;     // torch's value for high-priority streams
   const CudaDriver* driver = cuda_driver();
-  void* context = nullptr;
-  if (driver == nullptr || driver->retain_context(&context, device.index()) != 0) {
-    return std::nullopt;
-  }
+  void* const context = driver != nullptr ? primary_context(*driver, device) : nullptr;
+  if (context == nullptr) return std::nullopt;
   const CurrentContext here(*driver, context);
   void* handle = nullptr;
   if (driver->create_stream(&handle, kNonBlocking, kHighPriority) != 0) return std::nullopt;

@@ -26,6 +26,11 @@ struct CudaDriver {
   int (*create_stream)(void** stream, unsigned flags,
                        int priority);  // cuStreamCreateWithPriority
 
+  // Null if the driver is older than CUDA 12.8. `attributes` are CUmemcpyAttributes.
+  int (*copy_batch)(uint64_t* to, uint64_t* from, size_t* bytes, size_t count, void* attributes,
+                    size_t* attribute_indexes, size_t attribute_count, size_t* failed,
+                    void* stream);  // cuMemcpyBatchAsync
+
   // For copies to a peer's memory. Null if the driver lacks either.
   int (*copy_any)(uint64_t to, uint64_t from, size_t bytes, void* stream);  // cuMemcpyAsync
   int (*pointer_attribute)(void* value, int attribute, uint64_t address);   // cuPointerGetAttribute
@@ -49,6 +54,12 @@ const CudaDriver* cuda_driver();
 
 // Requires: a CUDA stream.
 void* native_handle(const c10::Stream& stream);
+
+inline constexpr size_t kMostCudaDevices = 64;  // with larger numbers, slower ways are taken
+
+// Returns the context of `device` that torch uses, kept for the life of the process; null: none.
+// Thread: any.
+void* primary_context(const CudaDriver& driver, c10::Device device);
 
 // Makes a context current on this thread, and restores the previous one at the end.
 class CurrentContext {

@@ -12,25 +12,13 @@
 namespace tdcopier {
 namespace {
 
-constexpr size_t kMostDevices = 64;  // of larger numbers the answer is no
-
 std::atomic<bool>* answer_for(c10::Device device, c10::Device peer) {
-  static std::array<std::array<std::atomic<bool>, kMostDevices>, kMostDevices> answers{};
+  static std::array<std::array<std::atomic<bool>, kMostCudaDevices>, kMostCudaDevices> answers{};
   const auto from = static_cast<size_t>(device.index());
   const auto to = static_cast<size_t>(peer.index());
   const bool is_known =
-      device.is_cuda() && peer.is_cuda() && from < kMostDevices && to < kMostDevices;
+      device.is_cuda() && peer.is_cuda() && from < kMostCudaDevices && to < kMostCudaDevices;
   return is_known ? &answers[from][to] : nullptr;
-}
-
-// Returns the context of `device` that torch uses, kept for the life of the process; null: none.
-void* context_of(const CudaDriver& driver, c10::Device device) {
-  static std::array<std::atomic<void*>, kMostDevices> contexts{};
-  std::atomic<void*>& known = contexts[static_cast<size_t>(device.index())];
-  void* context = known.load(std::memory_order_acquire);
-  if (context != nullptr || driver.retain_context(&context, device.index()) != 0) return context;
-  known.store(context, std::memory_order_release);
-  return context;
 }
 
 // Requires: the context that asks is the current one.
@@ -49,7 +37,7 @@ bool can_write_peer(c10::Device device, c10::Device peer, const std::byte* begin
   if (answer == nullptr) return false;
   const CudaDriver* const driver = cuda_driver();
   if (driver == nullptr || !driver->can_copy_to_peers()) return false;
-  void* const context = context_of(*driver, device);
+  void* const context = primary_context(*driver, device);
   if (context == nullptr) return false;
   const CurrentContext here(*driver, context);
   // Both ends: an allocation may be made of several, each with permissions of its own.

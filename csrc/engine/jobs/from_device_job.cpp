@@ -4,6 +4,7 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -79,17 +80,26 @@ void FromDeviceJob::join_read_stream() {
 }
 
 void FromDeviceJob::transfer_ranges() {
+  std::vector<ChunkAt> contiguous;  // of ranges that are next to each other
+  const auto transfer_contiguous = [&] {
+    transfer(contiguous);
+    contiguous.clear();
+  };
   for (const auto& [first, last, by] : ranges_) {
+    if (by == ChunkRange::By::kTransfer) {
+      const Leaf& leaf = leaves_[plan_.order[plan_.chunks[first].first]];
+      contiguous.push_back({first, static_cast<const std::byte*>(leaf.data)});
+      continue;
+    }
+    transfer_contiguous();
     if (by == ChunkRange::By::kKernel) {
       gather_straight(first, last);
       note_gathered(last);
-    } else if (by == ChunkRange::By::kScratch) {
-      gather_and_transfer(first, last);
     } else {
-      const Leaf& leaf = leaves_[plan_.order[plan_.chunks[first].first]];
-      transfer(first, static_cast<const std::byte*>(leaf.data));
+      gather_and_transfer(first, last);
     }
   }
+  transfer_contiguous();
 }
 
 void FromDeviceJob::gather_and_transfer(size_t first, size_t last) {
@@ -99,15 +109,17 @@ void FromDeviceJob::gather_and_transfer(size_t first, size_t last) {
   const c10::Storage scratch =
       allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);
   std::vector<std::byte*> at;
+  std::vector<ChunkAt> gathered;
   for (size_t i = first; i < last; ++i) {
     at.push_back(static_cast<std::byte*>(scratch.mutable_data()) + plan_.chunks[i].begin - begin);
+    gathered.push_back({i, at.back()});
   }
   {
     const PhaseRange range(phases_, Phase::kStage);
     gather(*read_stream_, plan_, leaves_, {first, last, at});
   }
   note_gathered(last);
-  for (size_t i = first; i < last; ++i) transfer(i, at[i - first]);
+  transfer(gathered);
 }
 
 // Nothing after the last gather reads a source again.
@@ -148,41 +160,91 @@ void FromDeviceJob::note_written(size_t first, size_t last) {
   }
 }
 
-void FromDeviceJob::transfer(size_t index, const std::byte* from) {
+void FromDeviceJob::transfer(std::span<const ChunkAt> chunks) {
+  if (chunks.empty()) return;
   const PhaseRange range(phases_, Phase::kEnqueue);
-  const ChunkPlan& chunk = plan_.chunks[index];
-  if (target_.is_cpu()) {
-    std::byte* const to = work_.result->address(index);
-    if (pinned_) {
-      enqueue_to_host(*read_stream_, to, from, chunk.bytes);
-      note_written(index, index + 1);
-    } else {
-      copy_to_pageable(*read_stream_, to, from, chunk.bytes);
+  if (target_.is_cpu()) return transfer_to_host(chunks);
+  while (!chunks.empty()) {
+    const auto needs_scratch = [this](const ChunkAt& at) {
+      return !work_.result && work_.to[at.chunk] == nullptr;
+    };
+    const auto straight =
+        static_cast<size_t>(std::ranges::find_if(chunks, needs_scratch) - chunks.begin());
+    if (straight != 0) transfer_between(chunks.first(straight));
+    chunks = chunks.subspan(straight);
+    if (chunks.empty()) return;
+    transfer_through_scratch(chunks.front());
+    chunks = chunks.subspan(1);
+  }
+}
+
+void FromDeviceJob::transfer_to_host(std::span<const ChunkAt> chunks) {
+  if (!pinned_) {
+    for (const auto& [chunk, from] : chunks) {
+      const uint64_t bytes = plan_.chunks[chunk].bytes;
+      copy_to_pageable(*read_stream_, work_.result->address(chunk), from, bytes);
+      count_transfer(bytes);
     }
-    return count_transfer(chunk.bytes);
+    return;
   }
-  c10::Storage scratch;
-  std::byte* to = work_.result ? work_.result->address(index) : work_.to[index];
-  if (to == nullptr) {
-    const c10::StreamGuard on_target_stream(stream_);
-    scratch = allocate_on_device(target_, chunk.bytes);
-    to = static_cast<std::byte*>(scratch.mutable_data());
-    may_write_ = false;  // not yet to this memory
-  }
-  if (!may_write_) let_read_stream_write();
-  const bool is_writable = can_write_peer(source_.device(), target_, to, chunk.bytes);
+  std::vector<Transfer> transfers;
+  for (const auto& [chunk, from] : chunks)
+    transfers.push_back({work_.result->address(chunk), from, plan_.chunks[chunk].bytes});
+  const auto note_all_written = [&] {
+    for (const ChunkAt& at : chunks) note_written(at.chunk, at.chunk + 1);
+  };
   try {
-    enqueue_between(stream_, to, *read_stream_, from, chunk.bytes, is_writable);
+    enqueue_to_host(*read_stream_, transfers);
   } catch (...) {
-    if (scratch) join_read_stream();  // before it is freed
+    note_all_written();  // some may be in flight
     throw;
   }
-  count_transfer(chunk.bytes);
-  if (scratch) {
-    join_read_stream();
-    std::byte* const at[] = {to};
-    scatter(stream_, plan_, leaves_, work_.destinations, {index, index + 1, at});
+  note_all_written();
+  for (const Transfer& transfer : transfers) count_transfer(transfer.bytes);
+}
+
+void FromDeviceJob::transfer_between(std::span<const ChunkAt> chunks) {
+  std::vector<Transfer> transfers;
+  for (const auto& [chunk, from] : chunks) {
+    std::byte* const to = work_.result ? work_.result->address(chunk) : work_.to[chunk];
+    transfers.push_back({to, from, plan_.chunks[chunk].bytes});
   }
+  if (!may_write_) let_read_stream_write();
+  const auto is_writable = [this](const Transfer& transfer) {
+    return can_write_peer(source_.device(), target_, transfer.to, transfer.bytes);
+  };
+  for (std::span<const Transfer> left(transfers); !left.empty();) {
+    const auto writable =
+        static_cast<size_t>(std::ranges::find_if_not(left, is_writable) - left.begin());
+    // One that is not writable goes alone, by torch's copy, after which the others may be.
+    const auto next = left.first(std::max<size_t>(writable, 1));
+    enqueue_between(stream_, *read_stream_, next, writable != 0);
+    for (const Transfer& transfer : next) count_transfer(transfer.bytes);
+    left = left.subspan(next.size());
+  }
+}
+
+void FromDeviceJob::transfer_through_scratch(const ChunkAt& at) {
+  const uint64_t bytes = plan_.chunks[at.chunk].bytes;
+  c10::Storage scratch;
+  {
+    const c10::StreamGuard on_target_stream(stream_);
+    scratch = allocate_on_device(target_, bytes);
+  }
+  auto* const to = static_cast<std::byte*>(scratch.mutable_data());
+  let_read_stream_write();  // to this memory, too
+  const Transfer transfer{to, at.from, bytes};
+  const bool is_writable = can_write_peer(source_.device(), target_, to, bytes);
+  try {
+    enqueue_between(stream_, *read_stream_, {&transfer, 1}, is_writable);
+  } catch (...) {
+    join_read_stream();  // before it is freed
+    throw;
+  }
+  count_transfer(bytes);
+  join_read_stream();
+  std::byte* const there[] = {to};
+  scatter(stream_, plan_, leaves_, work_.destinations, {at.chunk, at.chunk + 1, there});
 }
 
 }  // namespace tdcopier

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "engine/jobs/copy_job.h"
@@ -45,7 +46,14 @@ class FromDeviceJob final : public CopyJob {
   void gather_straight(size_t first, size_t last);
   void note_gathered(size_t last);
   void note_written(size_t first, size_t last);  // chunks of a result on the host
-  void transfer(size_t chunk, const std::byte* from);
+  struct ChunkAt {
+    size_t chunk;
+    const std::byte* from;
+  };
+  void transfer(std::span<const ChunkAt> chunks);
+  void transfer_to_host(std::span<const ChunkAt> chunks);
+  void transfer_between(std::span<const ChunkAt> chunks);
+  void transfer_through_scratch(const ChunkAt& chunk);
   // Let the stream of the reads, which makes the transfers between two devices, write what belongs
   // to the target's stream, and this one go on after them. Not before a gather to the sources' own
   // device: it need not wait for the target.

@@ -34,6 +34,13 @@ const c10::Stream& stream_of(Accelerator& target, const CopyWork& work) {
   return work.result->writer() ? *work.result->writer() : target.to_device_stream();
 }
 
+// While the device has this number of buffers to read, a staged window may be held, and sent
+// together with the next one.
+constexpr size_t kBusyBuffers = 2;
+
+// Chunks that the device reads in place are claimed in groups, each of which goes together.
+constexpr size_t kStraightGroup = 16;
+
 // Scope in which one of a job's participants may pin a buffer: a window needs only one.
 class GrowingRing {
  public:
@@ -108,10 +115,11 @@ size_t HostToDeviceJob::most_participants() const {
 // Chunks that are read in place come first: their transfers run while the rest is staged. leave()
 // relies on that: once all windows are claimed, so are these.
 void HostToDeviceJob::transfer_all() {
+  const std::span<const size_t> straight(straight_);
   while (!is_failing()) {
-    const size_t next = next_straight_++;
-    if (next >= straight_.size()) break;
-    transfer_straight(straight_[next]);
+    const size_t next = next_straight_.fetch_add(kStraightGroup);
+    if (next >= straight.size()) break;
+    transfer_straight(straight.subspan(next, std::min(kStraightGroup, straight.size() - next)));
   }
   while (is_part_left()) {
     interleave();
@@ -187,6 +195,7 @@ std::optional<WindowPart> HostToDeviceJob::claim_part(std::optional<StagingLease
 std::optional<Window> HostToDeviceJob::claim_window() {
   const std::lock_guard lock(claiming_);
   if (!needs_buffer()) return std::nullopt;
+  ++refused_;
   const size_t window = opened_++;
   while (next_part() < parts_.size() && parts_[next_part()].window == window) claim();
   return windows_[window];
@@ -230,8 +239,28 @@ void HostToDeviceJob::stage_part(const WindowPart& part) {
   stage({part.begin, part.end}, open.lease->data() + (part.begin - window.begin),
         is_far_ahead(part.begin) ? StoreTo::kSharedCache : StoreTo::kMemory);
   if (--open.unstaged_parts != 0) return;
-  staged_.add({window, std::move(*open.lease)},
-              [this](StagedWindow staged) { enqueue(std::move(staged)); });
+  staged_.add({part.window, std::move(*open.lease)},
+              [this](StagedWindow next) { enqueue(std::move(next)); });
+}
+
+// Sends the window, or holds it until the next one is staged.
+void HostToDeviceJob::enqueue(StagedWindow staged) {
+  ++added_;
+  const bool holds = can_hold(staged.window);
+  unsent_.push_back(std::move(staged));
+  if (!holds) send_windows();
+}
+
+// A window is held only if another one has its buffer and is not staged: then nothing that others
+// have is needed for both to be sent. Nor is it held if its transfer may wait for kernels, or if
+// the next one is larger, as among the first, and takes longer to be staged.
+bool HostToDeviceJob::can_hold(size_t window) {
+  const size_t opened = opened_;  // read before refused_, so it may only be old
+  if (!unsent_.empty() || added_ + refused_ >= opened) return false;
+  if (destinations_ready_ || !may_go_together(stream_)) return false;
+  const bool is_last = window + 1 == windows_.size();
+  if (!is_last && windows_[window + 1].bytes() > windows_[window].bytes()) return false;
+  return accelerator_.staging().has_in_flight(StagingUse::kToDevice, kBusyBuffers);
 }
 
 // Small jobs, and processors that cannot make use of the answer, do not ask the device. Nor do
@@ -249,42 +278,59 @@ void HostToDeviceJob::stage(const Window& window, std::byte* to, StoreTo store) 
   stage_window(plan_, leaves_, window, to, store);
 }
 
-void HostToDeviceJob::transfer_straight(size_t chunk) {
+void HostToDeviceJob::transfer_straight(std::span<const size_t> chunks) {
   const PhaseRange range(phases_, Phase::kEnqueue);
   const c10::StreamGuard on_stream(stream_);
+  std::vector<Transfer> transfers;
+  std::vector<size_t> unpinned;
+  transfers.reserve(chunks.size());
+  {
+    const PinnedRanges::Access access;
+    for (const size_t chunk : chunks) {
+      const ChunkPlan& plan = plan_.chunks[chunk];
+      const auto* const from = static_cast<const std::byte*>(leaves_[plan_.order[plan.first]].data);
+      if (PinnedRanges::find({from, plan.bytes}) == PinnedRanges::Found::kNot) {
+        unpinned.push_back(chunk);
+      } else {
+        transfers.push_back({address(chunk), from, plan.bytes});
+      }
+    }
+    send(transfers);
+  }
+  for (const size_t chunk : unpinned) copy_unpinned(chunk);
+}
+
+// Copies a chunk that is about to be unpinned, so that the device must not read it.
+void HostToDeviceJob::copy_unpinned(size_t chunk) {
+  note_fallback();
   const ChunkPlan& plan = plan_.chunks[chunk];
   const auto* const from = static_cast<const std::byte*>(leaves_[plan_.order[plan.first]].data);
-  const auto enqueue_if_pinned = [&] {
-    const PinnedRanges::Access access;
-    if (PinnedRanges::find({from, plan.bytes}) == PinnedRanges::Found::kNot) return false;
-    enqueue_to_device(stream_, address(chunk), from, plan.bytes);
-    return true;
-  };
-  if (!enqueue_if_pinned()) {  // it is about to be unpinned, so the device must not read it
-    note_fallback();
-    const auto staged =
-        std::make_unique_for_overwrite<std::byte[]>(std::min(plan.bytes, kStagingBufferBytes));
-    for (uint64_t begin = 0; begin < plan.bytes; begin += kStagingBufferBytes) {
-      const uint64_t bytes = std::min(plan.bytes - begin, kStagingBufferBytes);
-      std::memcpy(staged.get(), from + begin, bytes);
-      copy_from_pageable(stream_, address(chunk) + begin, staged.get(), bytes);
-    }
+  const auto staged =
+      std::make_unique_for_overwrite<std::byte[]>(std::min(plan.bytes, kStagingBufferBytes));
+  for (uint64_t begin = 0; begin < plan.bytes; begin += kStagingBufferBytes) {
+    const uint64_t bytes = std::min(plan.bytes - begin, kStagingBufferBytes);
+    std::memcpy(staged.get(), from + begin, bytes);
+    copy_from_pageable(stream_, address(chunk) + begin, staged.get(), bytes);
   }
   count_transfer(plan.bytes);
 }
 
-void HostToDeviceJob::enqueue(StagedWindow staged) {
+void HostToDeviceJob::send_windows() {
   const PhaseRange range(phases_, Phase::kEnqueue);
   const c10::StreamGuard on_stream(stream_);
-  const auto leave_to_device = [&] {
-    EventRef read = accelerator_.events().record_or_wait(stream_);
+  const auto leave_to_device = [this] {
+    const EventRef read = accelerator_.events().record_or_wait(stream_);
     // If this is the only window and nothing follows it, the event also marks the arrival.
     const bool is_last = windows_.size() == 1 && read_stream_ == nullptr && scratch_.empty();
     if (is_last && !is_failing()) arrived_ = read;
-    staged.lease.in_flight_until(std::move(read));
+    for (StagedWindow& staged : unsent_) staged.lease.in_flight_until(read);
+    unsent_.clear();
   };
   try {
-    send_parts(staged.window, staged.lease.data());
+    std::vector<Transfer> transfers;
+    for (const StagedWindow& staged : unsent_)
+      add_parts(windows_[staged.window], staged.lease.data(), transfers);
+    send(transfers);
   } catch (...) {
     leave_to_device();  // the device may be reading for earlier transfers
     throw;
@@ -292,12 +338,17 @@ void HostToDeviceJob::enqueue(StagedWindow staged) {
   leave_to_device();
 }
 
-void HostToDeviceJob::send_parts(const Window& window, const std::byte* staged) {
+void HostToDeviceJob::add_parts(const Window& window, const std::byte* staged,
+                                std::vector<Transfer>& transfers) {
   for_each_chunk_in_window(
       plan_, window, [&](size_t chunk, uint64_t begin, uint64_t end, uint64_t at) {
-        enqueue_to_device(stream_, address(chunk) + begin, staged + at, end - begin);
-        count_transfer(end - begin);
+        transfers.push_back({address(chunk) + begin, staged + at, end - begin});
       });
+}
+
+void HostToDeviceJob::send(std::span<const Transfer> transfers) {
+  enqueue_to_device(stream_, transfers);
+  for (const Transfer& transfer : transfers) count_transfer(transfer.bytes);
 }
 
 void HostToDeviceJob::transfer_pageable(const Window& window) {
@@ -339,8 +390,9 @@ void HostToDeviceJob::complete() {
 // ---- deferred -----------------------------------------------------------------------------------
 
 void HostToDeviceJob::finish() noexcept {
-  for (OpenWindow& window : open_) {
-    if (is_failing()) window.lease.reset();  // some may not have been sent
+  if (is_failing()) {  // some may not have been sent
+    for (OpenWindow& window : open_) window.lease.reset();
+    unsent_.clear();
   }
   if (!batch_ || is_failing()) return finish_enqueued();
   note_sources_free(nullptr);
@@ -368,7 +420,9 @@ void HostToDeviceJob::send_batch() {
     batch_->in_flight_until(std::move(read));
   };
   try {
-    send_parts({0, plan_.chunks.back().end()}, batch_->data());
+    std::vector<Transfer> transfers;
+    add_parts({0, plan_.chunks.back().end()}, batch_->data(), transfers);
+    send(transfers);
   } catch (...) {
     leave_to_device();
     throw;

@@ -17,6 +17,7 @@
 #include "engine/device/deferred_batch_memory.h"
 #include "engine/device/staging_ring.h"
 #include "engine/jobs/copy_job.h"
+#include "engine/moves/enqueue_transfers.h"
 #include "engine/moves/windows.h"
 
 namespace tdcopier {
@@ -27,10 +28,11 @@ namespace tdcopier {
 inline constexpr size_t kMostDeferredParticipants = 4;
 
 // A copy from the host to a device. A participant claims a part of a window, stages it in the
-// window's buffer, and goes on to the next; the last one of a window enqueues its transfers. Copies
-// to new memory of the engine's stream never wait for a caller's stream. Existing destinations, and
-// new memory of the caller's stream, are written after the work that the caller's current stream of
-// the target has when the job is created.
+// window's buffer, and goes on to the next; the last one of a window enqueues its transfers, or
+// holds them for those of the next window while the device is busy. Copies to new memory of the
+// engine's stream never wait for a caller's stream. Existing destinations, and new memory of the
+// caller's stream, are written after the work that the caller's current stream of the target has
+// when the job is created.
 //
 // With memory for the whole batch the transfers are deferred: workers stage, and the thread that
 // uses the batch enqueues one transfer for each chunk. This is for loops that enqueue kernels all
@@ -52,7 +54,7 @@ class HostToDeviceJob final : public CopyJob {
 
  private:
   struct StagedWindow {
-    Window window;
+    size_t window;
     StagingLease lease;
   };
   // A window whose parts are claimed, and its buffer.
@@ -77,12 +79,16 @@ class HostToDeviceJob final : public CopyJob {
   StagingUse staging_use() const;
   std::optional<StagingLease> lease_buffer(bool pins, bool& is_refused);
   void stage_part(const WindowPart& part);
-  void transfer_straight(size_t chunk);
+  void transfer_straight(std::span<const size_t> chunks);
+  void copy_unpinned(size_t chunk);
   void transfer_pageable(const Window& window);
   bool is_far_ahead(uint64_t next);
   void stage(const Window& window, std::byte* to, StoreTo store);
   void enqueue(StagedWindow staged);
-  void send_parts(const Window& window, const std::byte* staged);
+  bool can_hold(size_t window);
+  void send_windows();
+  void add_parts(const Window& window, const std::byte* staged, std::vector<Transfer>& transfers);
+  void send(std::span<const Transfer> transfers);
   void send_batch();
 
   std::byte* address(size_t chunk) const;
@@ -92,17 +98,21 @@ class HostToDeviceJob final : public CopyJob {
   // After the work on the caller's stream; null: the memory is new, and the engine's stream's.
   const EventRef destinations_ready_;
   std::vector<c10::Storage> scratch_;   // by chunk, for scattered chunks; empty: there are none
-  const std::vector<size_t> straight_;  // claimed one by one
+  const std::vector<size_t> straight_;  // claimed in groups
   std::atomic<size_t> next_straight_ = 0;
   const std::vector<Window> windows_;
   // Claimed one by one: whole windows, unless they are staged in the ring.
   const std::vector<WindowPart> parts_;
   Mutex claiming_;
-  std::atomic<size_t> opened_ = 0;        // windows that have a buffer; changed under claiming_
+  std::atomic<size_t> opened_ = 0;        // windows that have had a buffer; changed under claiming_
+  std::atomic<size_t> refused_ = 0;       // windows among them that got none; changed with it
   std::atomic<bool> is_growing_ = false;  // a participant may pin a buffer
   std::vector<OpenWindow> open_;          // by window; empty: they are not staged in the ring
   Combiner<StagedWindow> staged_;         // the driver admits one thread at a time
-  std::optional<DeferredLease> batch_;    // nullopt: the transfers are not deferred
+  // For the thread in staged_: the windows that were added, and those of them that are not sent.
+  size_t added_ = 0;
+  std::vector<StagedWindow> unsent_;
+  std::optional<DeferredLease> batch_;  // nullopt: the transfers are not deferred
   Mutex sending_;
 };
 

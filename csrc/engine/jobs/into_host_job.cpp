@@ -84,7 +84,8 @@ void IntoHostJob::transfer_straight(const Window& window, size_t chunk) {
       std::memcpy(to + begin, staged.get(), bytes);
     }
   } else if (use_pinned_staging_) {
-    enqueue_to_host(stream_, to, from, window.bytes());
+    const Transfer transfer{to, from, window.bytes()};
+    enqueue_to_host(stream_, {&transfer, 1});
   } else {
     copy_to_pageable(stream_, to, from, window.bytes());
   }
@@ -104,7 +105,8 @@ void IntoHostJob::transfer_staged(const Window& window, size_t chunk) {
     c10::Storage here;  // freed in stream order, so that the next window can reuse it
     const std::byte* const image = image_of(window, chunk, here);
     const PhaseRange range(phases_, Phase::kEnqueue);
-    enqueue_to_host(stream_, lease->data(), image, window.bytes());
+    const Transfer transfer{lease->data(), image, window.bytes()};
+    enqueue_to_host(stream_, {&transfer, 1});
     arrived = accelerator_.events().record_or_wait(stream_);
   }
   note_read(window);
