@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import json
+import multiprocessing
 import re
 from collections.abc import Iterator
 from copy import deepcopy
@@ -14,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from benchmark_support import load
+
+from tdcopier.workloads import WORKLOADS
 
 report, run, storages = load("tool.report"), load("tool.run"), load("rows.storages")
 RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
@@ -29,6 +34,7 @@ ELSEWHERE = re.compile(
     r"|^/cases/samples in JPEG$"  # needs torchvision
     r"|^/trainers/.*/(peak|torch_host)_"  # memory of CUDA
     r"|^/trainers/.*(prefetch:|/(taken|git_commit)$)"  # variations, and a run of its own
+    r"|^/(growth/.*|ns_per_leaf)/.*10+,?000\b"  # large trees
 )
 """Keys of committed results that the test's results may lack."""
 CHUNK = "tdcopier.copy_into(), one earlier chunk"
@@ -36,8 +42,21 @@ CHUNK = "tdcopier.copy_into(), one earlier chunk"
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the batches small that would take long, and leaves threads where they are."""
-    monkeypatch.setattr(load("tool.measure").QuietProcessor, "_move_to", lambda *_: None)
+    """Makes the batches small that would take long, with few calls of each way, and leaves threads
+    where they are.
+    """
+    measure = load("tool.measure")
+    monkeypatch.setattr(measure.QuietProcessor, "_move_to", lambda *_: None)
+    monkeypatch.setattr(measure.Bench, "rounds", lambda self, share, least=2: 2)
+    for module in (measure, load("copies.timed"), load("copies.switched")):
+        monkeypatch.setattr(module, "BURST", 1)
+    for name in ("travel.collectives", "travel.channels"):
+        few = {"count": 20, "floats": 72}
+        cases = {key: case._replace(**few) for key, case in load(name).CASES.items()}
+        monkeypatch.setattr(load(name), "CASES", cases)
+    # Processes fork from one that has imported torch.
+    forking = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: forking)
     monkeypatch.setattr(storages, "REPLAYS", {"sac": storages.REPLAYS["sac"]})
     monkeypatch.setattr(storages, "ROWS_OF_SIM", 40)
     for name, module in run.SUITES.items():
@@ -45,6 +64,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
             load(module)
     monkeypatch.setattr(load("copies.host_loads"), "KINDS", {})
     monkeypatch.setattr(load("copies.timed"), "OTHER_BYTES", 8)
+    monkeypatch.setattr(load("copies.containers"), "LEAVES", (10, 100, 1000))
+    monkeypatch.setitem(WORKLOADS, "detection_batch_with_images", WORKLOADS["detection_batch"])
+    if importlib.util.find_spec("tensordict"):
+        batches = load("copies.td_batches")
+        monkeypatch.setattr(batches, "AGENTS", 4)
+        for name in ("atari", "nested"):
+            monkeypatch.setattr(batches, name, batches.control)
     parcels = load("copies.parcels")
     few = dict.fromkeys(parcels.BATCHES, ("detection_batch", 0.1))
     monkeypatch.setattr(parcels, "BATCHES", few)
@@ -53,6 +79,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = load("loops.training_loop")
     monkeypatch.setattr(loop, "WANTED", {"detection_batch": loop.WANTED["detection_batch"]})
     monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
+    gc.collect()
+    gc.freeze()  # what was imported: each measurement collects garbage first
 
 
 def missing(wanted: Any, found: Any, path: str = "") -> Iterator[str]:
