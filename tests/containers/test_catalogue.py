@@ -21,6 +21,7 @@ from catalogue_cases import (
     ends_of,
     kind_and_ends,
 )
+from each_case import together
 from support import assert_same, oracle
 
 import tdcopier
@@ -42,7 +43,7 @@ def expected_counts(kind: Kind, leaf: Any, direction: str, options: dict[str, An
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("name", "direction"), ARRIVING)
+@together(("name", "direction"), ARRIVING, by="direction")
 def test_a_leaf_arrives_as_through_to_and_is_counted(
     device, registered_box, name, direction, options
 ):
@@ -65,7 +66,7 @@ def test_a_leaf_arrives_as_through_to_and_is_counted(
                 raise AssertionError(f"in the container {container!r}: {error}") from error
 
 
-@pytest.mark.parametrize(("name", "direction"), REFUSED)
+@together(("name", "direction"), REFUSED, by="direction")
 def test_a_leaf_that_cannot_be_read_is_refused_by_the_call(device, registered_box, name, direction):
     kind, source, target = kind_and_ends(name, direction, device)
     for container, (_, wrap, _) in WRAPS.items():
@@ -75,7 +76,7 @@ def test_a_leaf_that_cannot_be_read_is_refused_by_the_call(device, registered_bo
     assert_same(tdcopier.copy([torch.ones(2)], device), [torch.ones(2).to(device)])
 
 
-@pytest.mark.parametrize("name", FAILING)
+@together("name", FAILING)
 def test_a_leaf_whose_own_to_fails_fails_the_copy_as_to_does(device, registered_box, name):
     kind = KINDS[name]
     leaf = kind.make("cpu")
@@ -93,7 +94,7 @@ def test_a_leaf_whose_own_to_fails_fails_the_copy_as_to_does(device, registered_
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@together("dtype", DTYPES)
 def test_every_dtype_arrives_bit_for_bit(device, dtype, direction):
     source, target = ends_of(direction, device)
     element_bytes = DTYPES[dtype].itemsize
@@ -112,7 +113,7 @@ def test_every_dtype_arrives_bit_for_bit(device, dtype, direction):
 
 
 @pytest.mark.parametrize("order", ["=", ">"], ids=["native", "big-endian"])
-@pytest.mark.parametrize("dtype", ARRAY_DTYPES)
+@together("dtype", ARRAY_DTYPES)
 def test_every_array_dtype_arrives(device, dtype, order):
     array = np.arange(12).reshape(3, 4).astype(np.dtype(dtype).newbyteorder(order))
     tree = [array, array[1:, ::2], array[::-1], array.T, array[:0], array[0, 0, ...]]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from catalogue_cases import ARRIVING, SOME_WRAPS, WRAPS, kind_and_ends
+from each_case import together
 from fault_support import assert_gives_back, in_use
 from filled_leaves import refill, values_of
 from parcel_support import assert_same, example, read
@@ -27,7 +28,7 @@ TO_DEVICE = [case for case in ARRIVING if case.values[1] == "H2D"]
 # ---- the same tree -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "direction"), TO_DEVICE)
+@together(("name", "direction"), TO_DEVICE)
 def test_every_kind_of_leaf_arrives_as_without_a_parcel_or_is_refused(
     device, registered_box, name, direction
 ):

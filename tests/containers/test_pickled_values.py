@@ -15,6 +15,7 @@ import pytest
 import torch
 from catalogue import KINDS
 from catalogue_cases import ARRIVING
+from each_case import together
 from libraries import library
 from library_stand_ins import LIBRARY_OR_STAND_IN, tv_tensors
 from pickled_support import (
@@ -46,7 +47,7 @@ LEAVES = [
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch, if quantized
-@pytest.mark.parametrize("name", LEAVES)
+@together("name", LEAVES)
 @pytest.mark.usefixtures("device")
 def test_every_kind_of_leaf_inside_an_object_comes_back_as_by_pickle(name):
     kind = KINDS[name]
@@ -88,7 +89,7 @@ IN_OTHER_MEMORY = {
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch, if quantized
-@pytest.mark.parametrize("name", TD_KINDS)
+@together("name", TD_KINDS)
 def test_every_kind_of_tensordict_comes_back_as_by_pickle(device, name):
     kind = TD_KINDS[name]
     if kind.why_missing("cpu"):
@@ -168,7 +169,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], int]] = {
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-@pytest.mark.parametrize("name", OBJECTS)
+@together("name", OBJECTS)
 def test_an_object_comes_back_as_by_pickle_with_few_bytes(name):
     make, most_bytes = OBJECTS[name]
     value = make()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from catalogue import KINDS, Labelled, ramp
 from catalogue_cases import ARRIVING, OPTIONS, REFUSED, SOME_WRAPS, WRAPS, kind_and_ends
+from each_case import together
 
 import tdcopier
 from tdcopier.workloads import detection_batch
@@ -49,7 +50,7 @@ def only(tree: Any, target: str, **options: Any) -> tdcopier.stats.ExplainedLeaf
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("name", "direction"), ARRIVING)
+@together(("name", "direction"), ARRIVING, by="direction")
 def test_the_counts_are_those_of_the_copy(device, registered_box, name, direction, options):
     kind, source, target = kind_and_ends(name, direction, device)
     # Options decide how leaves travel, after the walk through the containers.
@@ -71,7 +72,7 @@ def test_the_counts_are_those_of_the_copy(device, registered_box, name, directio
         assert explanation.totals[expected].leaves == kind.leaves + opaque * (expected == "opaque")
 
 
-@pytest.mark.parametrize(("name", "direction"), ARRIVING)
+@together(("name", "direction"), ARRIVING, by="direction")
 def test_the_row_says_what_the_leaf_is(device, name, direction):
     kind, source, target = kind_and_ends(name, direction, device)
     with kind.within():
@@ -92,7 +93,7 @@ def test_the_row_says_what_the_leaf_is(device, name, direction):
                     assert row.nbytes == each.nbytes
 
 
-@pytest.mark.parametrize(("name", "direction"), REFUSED)
+@together(("name", "direction"), REFUSED, by="direction")
 def test_a_leaf_that_the_copy_refuses_is_refused_in_the_same_words(device, name, direction):
     kind, source, target = kind_and_ends(name, direction, device)
     tree = [kind.make(source)]

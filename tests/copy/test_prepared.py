@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from catalogue_cases import ARRIVING, OPTIONS, REFUSED, SOME_WRAPS, WRAPS, kind_and_ends
+from each_case import together
 from prepared_example import example
 from support import assert_same, oracle
 from tensordict import TensorDict
@@ -32,7 +33,7 @@ def assert_copied_as_by_start_copy(plan: tdcopier.PreparedCopy, batch: Any, **op
 
 
 @pytest.mark.parametrize("reuse_outputs", [False, True])
-@pytest.mark.parametrize(("name", "direction"), ARRIVING)
+@together(("name", "direction"), ARRIVING, by="direction")
 def test_every_kind_of_leaf_arrives_as_through_start_copy(
     device, registered_box, name, direction, reuse_outputs
 ):
@@ -53,7 +54,7 @@ def test_every_kind_of_leaf_arrives_as_through_start_copy(
             assert (plan.fits, plan.misfits) == (copies, 0), container
 
 
-@pytest.mark.parametrize(("name", "direction"), REFUSED)
+@together(("name", "direction"), REFUSED, by="direction")
 def test_a_leaf_that_cannot_be_read_is_refused(device, name, direction):
     kind, source, target = kind_and_ends(name, direction, device)
     plan = tdcopier.prepare([torch.ones(4)], target)

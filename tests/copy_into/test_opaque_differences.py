@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each_case import together
 
 import tdcopier
 
@@ -130,7 +131,7 @@ SAME: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@together("name", SAME)
 def test_plain_data_of_equal_value_do_not_differ(name):
     assert differences(SAME[name](), SAME[name]()) == 0
 
@@ -188,7 +189,7 @@ OTHER: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER)
+@together("name", OTHER)
 def test_values_that_differ_are_counted_and_left(name):
     source, destination = OTHER[name]
     assert differences([source], [destination]) == 1
@@ -197,7 +198,7 @@ def test_values_that_differ_are_counted_and_left(name):
     assert holder[0] is destination
 
 
-@pytest.mark.parametrize("name", OTHER)
+@together("name", OTHER)
 def test_the_same_object_does_not_differ_from_itself(name):
     assert [differences([value], [value]) for value in OTHER[name]] == [0, 0]
 

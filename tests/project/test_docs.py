@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from catalogue import CONTAINERS, DIRECTIONS, KINDS, NOT_THERE, Kind
 from defects import DEFECTS
+from each_case import together
 from tensordict_kinds import TD_KINDS, TdKind
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -130,7 +130,7 @@ def test_the_table_of_tensordicts_is_the_catalogue():
     assert_agree(on_page, {bare(name): outcome(kind) for name, kind in TD_KINDS.items()})
 
 
-@pytest.mark.parametrize("name", [*KINDS, *CONTAINERS, *TD_KINDS])
+@together("name", [*KINDS, *CONTAINERS, *TD_KINDS])
 def test_names_can_stand_in_a_table(name):
     assert "|" not in name
     assert BETWEEN_NAMES not in name

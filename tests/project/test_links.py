@@ -12,6 +12,7 @@ from types import ModuleType
 from urllib.parse import urlsplit
 
 import pytest
+from each_case import together
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -129,20 +130,20 @@ def exists(name: str) -> bool:
     return value is not None
 
 
-@pytest.mark.parametrize("page", sorted(PAGES))
+@together("page", sorted(PAGES))
 def test_the_links_of_a_page_lead_to_files_and_headings(page):
     text = PAGES[page].read_text("utf-8")
     assert [why for link in links(text) if (why := broken(PAGES[page], link))] == []
 
 
-@pytest.mark.parametrize("page", sorted(PAGES))
+@together("page", sorted(PAGES))
 def test_the_files_that_a_page_includes_exist(page):
     for name in INCLUDED.findall(PAGES[page].read_text("utf-8")):
         file = (PAGES[page].parent / name).resolve()
         assert file.exists() or file.is_relative_to(DOCS / "_build"), name
 
 
-@pytest.mark.parametrize("page", sorted(WITH_ROLES))
+@together("page", sorted(WITH_ROLES))
 def test_the_references_of_a_page_name_what_the_api_page_has(page):
     known = documented()
     for role, name in roles(WITH_ROLES[page].read_text("utf-8")):

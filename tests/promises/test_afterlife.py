@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from calls import each_call
 from catalogue import DTYPES
+from each_case import together
 from support import same_bytes
 from tensordict import TensorDict
 from work_of_calls import ROWS, Leaves, Work
@@ -103,7 +104,7 @@ ROUND_TRIPS: dict[str, Callable[[Leaves], Leaves]] = {
 }
 
 
-@pytest.mark.parametrize("use", ROUND_TRIPS)
+@together("use", ROUND_TRIPS)
 @each_result
 def test_the_whole_and_each_leaf_alone_come_back_the_same(make, use):
     result = result_of(make(leaves=mixed()))
@@ -125,7 +126,7 @@ def test_safetensors_and_distributed_checkpoints_keep_the_values(make, tmp_path)
     assert_same([*read.values()], result)
 
 
-@pytest.mark.parametrize("dump", [saved, pickle.dumps, cloudpickle.dumps])
+@together("dump", [saved, pickle.dumps, cloudpickle.dumps])
 @each_host_result
 def test_it_takes_as_much_room_as_the_result_of_to(make, dump):
     for work in (make(leaves=mixed()), make(1, [50] * 500)):
@@ -204,7 +205,7 @@ def test_the_next_results_versions_are_their_own(make):
     assert [leaf._version for leaf in after] == before
 
 
-@pytest.mark.parametrize("elements", [[3], [5, 1 << 17], [2, 7], [4, 0, 9]])
+@together("elements", [[3], [5, 1 << 17], [2, 7], [4, 0, 9]])
 @each_host_result
 def test_a_storage_has_the_bytes_of_its_leaf(make, elements):
     for leaf in result_of(make(1, elements)):
@@ -222,7 +223,7 @@ GROWN: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", GROWN)
+@together("how", GROWN)
 @each_result
 def test_a_leaf_changes_size_without_its_neighbours(make, how):
     """On a device, where leaves share the memory of a chunk, one without elements."""
@@ -271,7 +272,7 @@ def test_a_queue_takes_it_to_another_process(make):
     child.join()
 
 
-@pytest.mark.parametrize("number", [0, 1, 6])
+@together("number", [0, 1, 6])
 @each_host_result
 def test_a_lazy_clone_keeps_its_values_when_all_else_is_dropped(make, number):
     result = result_of(make(leaves=mixed()))
@@ -376,7 +377,7 @@ def pair(value: float) -> Leaves:
 
 
 @pytest.mark.filterwarnings("ignore:.*resize:UserWarning")
-@pytest.mark.parametrize("touch", TOUCHED)
+@together("touch", TOUCHED)
 @each_result
 def test_whatever_was_done_to_a_leaf_the_next_result_is_as_new(make, touch):
     work, others = make(leaves=pair(1)), make(leaves=pair(5))

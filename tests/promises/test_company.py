@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from calls import CALLS, calls_for, each_call_that_goes_on, work_of
+from each_case import together
 from fault_support import BUFFER_BYTES, assert_gives_back, in_use
 from filled_leaves import BEYOND_STAGING, LARGE, MANY, PACKED, values_of
 from interrupts import KINDS, Interrupter, in_time, interrupted_everywhere
@@ -249,7 +250,7 @@ def test_callers_wait_for_no_worker_that_is_busy(sim, make):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("elements", [PACKED, LARGE], ids=["packed", "large"])
+@together("elements", [PACKED, LARGE], ids=["packed", "large"])
 @each_call_that_goes_on(lambda call: call.uses_a_device)
 def test_the_gil_is_free_while_a_call_waits(sim, make, elements):
     """Another thread releases the transfer, and must run Python code for it."""
@@ -267,7 +268,7 @@ def test_the_gil_is_free_while_a_call_waits(sim, make, elements):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("elements", [PACKED, BEYOND_STAGING], ids=["packed", "beyond staging"])
+@together("elements", [PACKED, BEYOND_STAGING], ids=["packed", "beyond staging"])
 @each_call_that_goes_on(lambda call: call.uses_a_device and not is_pageable(call))
 def test_a_signal_ends_a_wait_in_which_no_thread_spins_and_the_copy_goes_on(
     sim, make, press, elements

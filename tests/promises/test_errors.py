@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from calls import CALLS, each_call
+from each_case import together
 from fault_support import (
     BUFFER_BYTES,
     assert_fails_every_time,
@@ -125,13 +126,13 @@ def assert_told_at_every_step(sim: Any, name: str, make: Callable[[float], Work]
     assert n > 1 or not needs(name, make(0).call)
 
 
-@pytest.mark.parametrize(("call", "fault", "elements"), STEPS)
+@together(("call", "fault", "elements"), STEPS, by="call")
 def test_whatever_fails_is_told_every_time_and_leaves_nothing_behind(sim, make, elements, fault):
     assert_told_at_every_step(sim, fault, lambda value: make(value, elements))
 
 
 @pytest.mark.parametrize("call", ["copy to device", "copy to host"])
-@pytest.mark.parametrize("elements", [SIZES["inline"], SIZES["background"]], ids=["few", "large"])
+@together("elements", [SIZES["inline"], SIZES["background"]], ids=["few", "large"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_of_several_sources_the_one_that_fails_fails_the_whole(
     sim, make, other_device, elements, fault
@@ -145,7 +146,7 @@ def test_of_several_sources_the_one_that_fails_fails_the_whole(
 
 
 @each_call(lambda call: call.is_from_device or call.is_to_device, "told")
-@pytest.mark.parametrize("elements", [[100, 50], [1 << 20]], ids=["inline", "background"])
+@together("elements", [[100, 50], [1 << 20]], ids=["inline", "background"])
 def test_without_memory_the_error_keeps_its_type_and_the_next_call_works(sim, make, elements):
     work = make(2, elements)
     _C.testing.settle()  # what earlier copies have kept must not come back later
@@ -186,7 +187,7 @@ def usual_fallbacks(work: Work) -> int:
 
 
 @each_pinned_result
-@pytest.mark.parametrize("n", [1, 2])
+@together("n", [1, 2])
 def test_results_are_pageable_if_no_more_memory_can_be_pinned(sim, make, n):
     work = make(3, [100, 50, 70_000])
     usual = usual_fallbacks(work)
@@ -209,7 +210,7 @@ def test_results_are_pageable_if_no_more_memory_can_be_pinned(sim, make, n):
 
 
 @each_pinned_result
-@pytest.mark.parametrize("code", [ILLEGAL_ADDRESS, 1, 3, 999])
+@together("code", [ILLEGAL_ADDRESS, 1, 3, 999])
 def test_another_error_of_the_device_in_a_pinned_allocation_is_raised(sim, make, code):
     """Pageable memory would hide it: only a lack of memory has that way out."""
     work = make(3, [99, 30])

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from calls import each_call
+from each_case import together
 from fault_support import in_use
 from filled_leaves import filled, sizes, values_of
 from sim_support import BRIEFLY
@@ -18,9 +19,7 @@ from support import are_released, memory_reference
 from work_of_calls import Call, Work
 
 MANY = [*range(50, 90), 70_000]
-every_size = pytest.mark.parametrize(
-    "elements", [[100, 50], MANY, [1 << 20]], ids=["packed", "many", "large"]
-)
+every_size = together("elements", [[100, 50], MANY, [1 << 20]], ids=["packed", "many", "large"])
 
 
 def is_late(call: Call) -> bool:
@@ -73,7 +72,7 @@ def test_sources_that_are_dropped_right_after_the_call_are_copied_all_the_same(m
 
 @every_size
 @each_call(is_late, "unasked")
-@pytest.mark.parametrize("dropped", [True, False], ids=["handle dropped", "handle kept"])
+@together("dropped", [True, False], ids=["handle dropped", "handle kept"])
 def test_what_the_device_still_reads_or_writes_is_kept_and_no_longer(
     make, stall, elements, dropped
 ):

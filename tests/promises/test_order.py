@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from calls import each_call
+from each_case import together
 from filled_leaves import refill, sizes, values_of
 from sim_support import BRIEFLY, becomes
 from thread_support import let_go_without_the_gil
@@ -31,7 +32,7 @@ def late_copies(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @sizes
 @each_call(lambda call: call.is_from_device)
-@pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "own stream"])
+@together("own_stream", [False, True], ids=["default stream", "own stream"])
 def test_sources_are_read_behind_what_their_current_stream_has(
     make, accelerator, stall, elements, own_stream
 ):
@@ -93,7 +94,7 @@ def assert_may_be_refilled(work: Work, ask: str) -> None:
 
 @each_call(lambda call: not call.is_from_device)
 @sizes
-@pytest.mark.parametrize("ask", ["get", "wait", "wait_staged"])
+@together("ask", ["get", "wait", "wait_staged"])
 def test_a_host_source_may_be_refilled_when_the_call_has_returned(make, slow_link, elements, ask):
     """As in a loop that fills one buffer again and again."""
     with slow_link:
@@ -108,9 +109,7 @@ def test_rows_may_be_overwritten_when_they_are_gathered(make, slow_link, element
 
 
 @each_call(lambda call: not call.is_from_device, "held")
-@pytest.mark.parametrize(
-    ("elements", "copies"), [(PACKED, 10), ([1 << 20, 3], 2)], ids=["packed", "large"]
-)
+@together(("elements", "copies"), [(PACKED, 10), ([1 << 20, 3], 2)], ids=["packed", "large"])
 def test_host_sources_may_be_refilled_though_the_transfer_is_held(make, stall, elements, copies):
     """Staging is not used again before the device has read it."""
     works = [make(value, elements) for value in range(copies)]
@@ -222,7 +221,7 @@ def test_a_copy_to_new_memory_is_not_held_up_by_the_consumers_queue(make, accele
 
 
 @each_call(lambda call: call.makes_device_memory, "others")
-@pytest.mark.parametrize("hand_over", ["get", "wait"])
+@together("hand_over", ["get", "wait"])
 def test_memory_is_not_reused_while_a_stream_that_got_it_can_still_read_it(
     make, accelerator, stall, hand_over
 ):
@@ -246,7 +245,7 @@ def test_memory_is_not_reused_while_a_stream_that_got_it_can_still_read_it(
 @pytest.mark.sim
 @sizes
 @each_call(lambda call: call.is_from_device and not call.is_to_device)
-@pytest.mark.parametrize("ask", ["get", "wait"])
+@together("ask", ["get", "wait"])
 def test_what_goes_to_the_host_has_arrived_and_the_gil_is_free_meanwhile(sim, make, elements, ask):
     """Another thread releases the transfer, and must run Python code for it."""
     work = make(3, elements)

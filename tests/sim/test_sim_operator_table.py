@@ -11,6 +11,7 @@ import operators_of_models
 import operators_of_tensors
 import pytest
 import torch
+from each_case import together
 from operator_inputs import Inputs, Program
 from sim_support import fresh as fresh
 
@@ -56,7 +57,7 @@ def every_warning() -> Iterator[None]:
     torch.set_warn_always(before)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@together("name", PROGRAMS)
 def test_it_does_as_on_the_host(sim: ModuleType, name: str) -> None:
     expected, expected_gradients, expected_told = run(PROGRAMS[name], "cpu")
     results, gradients, told = run(PROGRAMS[name], "sim:1")

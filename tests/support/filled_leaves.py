@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from each_case import together
 
 from tdcopier import _C
 
@@ -11,7 +11,7 @@ PACKED, MANY, LARGE = [100, 50], [*range(3, 42)], [1 << 18, 3]
 BEYOND_STAGING = [2 * _C.STAGING_BUFFER_BYTES // 4 + 5, 3]
 """More than is staged at a time, where there is one staging buffer."""
 SIZES = {"packed": [100, 50], "in place": [100], "alone": [70_000], "both": [1 << 18, 3]}
-sizes = pytest.mark.parametrize("elements", SIZES.values(), ids=list(SIZES))
+sizes = together("elements", SIZES.values(), ids=list(SIZES))
 
 
 def filled(value: float, elements: list[int], device: str) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from catalogue import ramp
+from each_case import together
 from tensordict import TensorDict
 from tensordict_backend_support import methods, outcome
 from tensordict_cases import CASES, TO_META, kind_and_ends, moved_by_itself, state_of
@@ -32,7 +33,7 @@ pytestmark = [
 # ---- the same results ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "direction"), CASES)
+@together(("name", "direction"), CASES, by="direction")
 def test_to_gives_the_same_under_the_switch(device, name, direction):
     kind, source, target = kind_and_ends(name, direction, device)
     with kind.within():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from each_case import together
 from tensordict import TensorDict
 from tensordict_cases import COPIED, kind_and_ends
 
@@ -14,7 +15,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("name", "direction"), COPIED)
+@together(("name", "direction"), COPIED, by="direction")
 def test_the_counts_are_those_of_the_copy(device, name, direction):
     kind, source, target = kind_and_ends(name, direction, device)
     for wrap in (lambda td: td, lambda td: {"batch": ([td],)}):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from catalogue_cases import OPTIONS
+from each_case import together
 from tensordict_cases import (
     CASES,
     COPIED,
@@ -46,7 +47,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any
 # ---- arrival -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "direction"), CASES)
+@together(("name", "direction"), CASES, by="direction")
 def test_a_tensordict_arrives_as_through_its_own_to_and_is_counted(device, name, direction):
     kind, source, target = kind_and_ends(name, direction, device)
     for entry, (call, wrap, unwrap) in ENTRIES.items():
@@ -66,7 +67,7 @@ def test_a_tensordict_arrives_as_through_its_own_to_and_is_counted(device, name,
                 raise AssertionError(f"through {entry}: {error}") from error
 
 
-@pytest.mark.parametrize(("name", "direction"), CASES)
+@together(("name", "direction"), CASES, by="direction")
 @pytest.mark.usefixtures("python_nodes")
 def test_python_builds_the_same_for_another_layout_of_tensordicts(device, name, direction):
     kind, source, target = kind_and_ends(name, direction, device)
@@ -78,7 +79,7 @@ def test_python_builds_the_same_for_another_layout_of_tensordicts(device, name, 
             assert handle.stats[:5] == kind.counts(direction)
 
 
-@pytest.mark.parametrize(("name", "direction"), CASES)
+@together(("name", "direction"), CASES, by="direction")
 def test_the_source_is_as_it_was(device, name, direction):
     kind, source, target = kind_and_ends(name, direction, device)
     with kind.within():
@@ -92,7 +93,7 @@ def test_the_source_is_as_it_was(device, name, direction):
         assert (got is td) == (td.to(target) is td)
 
 
-@pytest.mark.parametrize(("name", "direction"), CASES)
+@together(("name", "direction"), CASES, by="direction")
 def test_what_is_on_the_target_stays_the_same_object(device, name, direction):
     kind, source, target = kind_and_ends(name, direction, device)
     with kind.within():
@@ -107,7 +108,7 @@ def test_what_is_on_the_target_stays_the_same_object(device, name, direction):
             assert handle.stats[:4] == (0, 0, 0, 2)
 
 
-@pytest.mark.parametrize(("name", "direction"), CASES)
+@together(("name", "direction"), CASES, by="direction")
 def test_entries_that_are_set_later_and_unlocking_do_as_they_do_after_to(device, name, direction):
     kind, source, target = kind_and_ends(name, direction, device)
     with kind.within():
@@ -146,7 +147,7 @@ def _outcome(what: Callable[[Any, torch.Tensor], Any], node: Any, later: torch.T
         return type(error)
 
 
-@pytest.mark.parametrize(("name", "direction"), COPIED)
+@together(("name", "direction"), COPIED, by="direction")
 def test_leaves_share_memory_only_where_they_do_after_to(device, name, direction):
     """Writing to one leaf of the result must not show in another, nor in the source."""
     kind, source, target = kind_and_ends(name, direction, device)
@@ -199,7 +200,7 @@ WITH_OPTIONS = (
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", WITH_OPTIONS)
+@together("name", WITH_OPTIONS)
 def test_under_every_option_the_same_arrives(device, name, options, direction):
     kind, source, target = kind_and_ends(name, direction, device)
     if kind.counts(direction) is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import together
 from tensordict import NonTensorData, TensorDict, lazy_stack
 from tensordict_classes import Episode, Frames
 from tensordict_kinds import TD_KINDS
@@ -165,7 +166,7 @@ BREAKS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BREAKS)
+@together("what", BREAKS)
 def test_what_differs_is_found_and_its_path_is_said(what):
     name, change, message = BREAKS[what]
     expected = made(name)
@@ -175,7 +176,7 @@ def test_what_differs_is_found_and_its_path_is_said(what):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
-@pytest.mark.parametrize("name", sorted(BEGINNINGS))
+@together("name", sorted(BEGINNINGS))
 def test_every_kind_is_the_same_as_itself_and_as_what_to_makes_of_it_twice(sim, name):
     kind = TD_KINDS[name]
     with kind.within():
