@@ -16,10 +16,10 @@ from catalogue_cases import (
     FAILING,
     OPTIONS,
     REFUSED,
-    SOME_WRAPS,
     WRAPS,
     ends_of,
     kind_and_ends,
+    wraps_for,
 )
 from each_case import together
 from support import assert_same, oracle
@@ -49,7 +49,7 @@ def test_a_leaf_arrives_as_through_to_and_is_counted(
 ):
     kind, source, target = kind_and_ends(name, direction, device)
     # Options decide how leaves travel, after the walk through the containers.
-    for container in SOME_WRAPS if kind.large or options != "default" else WRAPS:
+    for container in wraps_for(direction, kind.large or options != "default"):
         _, wrap, opaque = WRAPS[container]
         with kind.within():
             leaf = kind.make(target if kind.on_target else source)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from catalogue_cases import ARRIVING, OPTIONS, REFUSED, SOME_WRAPS, WRAPS, kind_and_ends
+from catalogue_cases import ARRIVING, OPTIONS, REFUSED, WRAPS, kind_and_ends, wraps_for
 from each_case import together
 from prepared_example import example
 from support import assert_same, oracle
@@ -39,7 +39,7 @@ def test_every_kind_of_leaf_arrives_as_through_start_copy(
 ):
     kind, source, target = kind_and_ends(name, direction, device)
     # Whether results are kept says where leaves are, and nothing of the containers around them.
-    for container in SOME_WRAPS if kind.large or reuse_outputs else WRAPS:
+    for container in wraps_for(direction, kind.large or reuse_outputs):
         with kind.within():
             plan = tdcopier.prepare(
                 WRAPS[container].wrap(kind.make(target if kind.on_target else source)),

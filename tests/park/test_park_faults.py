@@ -12,6 +12,7 @@ import torch
 from interrupts import KINDS, Interrupter, in_time, interrupted_everywhere
 from park_support import LARGE, assert_values, is_resident, step, trained, values_of
 from sim_support import fresh as fresh
+from torch import nn
 
 import tdcopier
 from tdcopier import _C
@@ -193,10 +194,25 @@ def test_a_state_that_cannot_be_resumed_does_not_keep_another_from_being_parked(
 in_del_too = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+class Few(nn.Module):
+    """A large tensor, small ones and a view: each one more has the same lines again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.randn(LARGE))
+        self.bias = nn.Parameter(torch.randn(3))
+        self.register_buffer("table", torch.randn(4, 5))
+        self.register_buffer("lower", self.table[2:])
+
+
 @in_del_too
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_an_interrupted_call_the_state_is_resident_or_parked(sim, kind):
-    model, optimizer = trained("sim")
+    model = Few().to("sim")
+    model.lower = model.table[2:]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (model.large.sum() + model.bias.sum()).backward()
+    optimizer.step()
     expected = values_of(model, optimizer)
 
     def scene(interrupter: Interrupter) -> None:

@@ -61,8 +61,7 @@ def is_all_but_one_at_most(values: list[int], first: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("taken", [0, 2])
+@pytest.mark.parametrize(("depth", "taken"), [(1, 2), (2, 0)])
 @pytest.mark.parametrize("source", SOURCES)
 def test_an_interrupted_next_loses_its_own_batch_at_most(begin, source, taken, depth, kind):
     def scene(interrupter: Interrupter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -44,6 +45,14 @@ REFUSED = [case for case in CASES if KINDS[case.values[0]].is_refused]
 FAILING = [name for name, kind in KINDS.items() if kind.fails]
 WRAPS = CONTAINERS | {"every container in another": EVERY_CONTAINER_IN_ANOTHER}
 SOME_WRAPS = ("list", "every container in another")
+
+
+def wraps_for(direction: str, is_of_leaves: bool) -> Iterable[str]:
+    """Returns the containers for a direction, few if something is varied that is of leaves alone.
+
+    The walk through containers knows no direction.
+    """
+    return SOME_WRAPS if is_of_leaves or direction != "H2D" else WRAPS
 
 
 def ends_of(direction: str, device: str) -> tuple[str, str]:

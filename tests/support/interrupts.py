@@ -125,6 +125,8 @@ def interrupted_everywhere(kind: str, scene: Callable[[Interrupter], None]) -> i
     """
     if sys.version_info < (3, 11):
         pytest.skip("an older interpreter delivers signals in other places")
+    gc.collect()
+    gc.freeze()  # what is there already: garbage is collected before each interrupt
     for at in itertools.count(1):
         interrupter = Interrupter(kind, at)
         try:
