@@ -58,8 +58,14 @@ def test_the_command_runs_on_the_simulated_device_and_says_that_it_says_nothing_
     assert result["info"]["versions"]["tdcopier"] == tdcopier.__version__
 
 
-@pytest.mark.parametrize("wrong", ["values", "dtype", "strides", "structure", "device"])
-@pytest.mark.parametrize("good_calls", [0, TIMED_AND_BEFORE])
+@pytest.mark.parametrize(
+    ("wrong", "good_calls"),
+    [
+        *((wrong, 0) for wrong in ("values", "dtype", "strides", "structure", "device")),
+        ("values", TIMED_AND_BEFORE),
+        ("structure", TIMED_AND_BEFORE),
+    ],
+)
 def test_a_wrong_copy_gives_no_figures_and_exit_status_1(
     sim, monkeypatch, capsys, wrong, good_calls
 ):

@@ -34,9 +34,8 @@ def test_each_role_may_be_a_command_of_its_own():
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     learner = run("learn", "--port", port, "--steps", "600")
-    actors = [run("act", "--port", port, "--seed", str(seed)) for seed in range(2)]
+    actor = run("act", "--port", port, "--seed", "0")
     printed, _ = learner.communicate(timeout=100)
     assert_learned(printed)
-    for actor in actors:
-        said, _ = actor.communicate(timeout=20)
-        assert actor.returncode == 0, said
+    said, _ = actor.communicate(timeout=20)
+    assert actor.returncode == 0, said

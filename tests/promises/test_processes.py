@@ -85,9 +85,12 @@ def test_a_forked_child_drops_what_it_inherits_and_copies_on_the_host(make, devi
         held.clear()
         running.clear()
         gc.collect()
+
+    def drop_and_copy() -> None:
+        drop()
         copy_on_the_host(device)
 
-    assert ends_well(drop)
+    assert ends_well(drop_and_copy)
     Cycle(held.copy())
     held.clear()
     assert ends_well(drop)

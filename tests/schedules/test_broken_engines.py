@@ -11,6 +11,7 @@ import pytest
 from build_broken_engines import ROOT, SITE, broken_sources
 from defects import DEFECTS
 from fork_server import run_forked
+from scenario_table import orders_of
 
 pytestmark = pytest.mark.sim
 
@@ -43,6 +44,7 @@ def test_a_broken_engine_is_found(name):
     # If the detectors find the defect too, values may be right in the first order that shows it.
     errors = {defect.error, "HazardError"} if defect.hazard else {defect.error}
     assert told.get("error") in errors, told
+    assert 1.3 * told["seed"] < orders_of(defect.scenario), "the scenario needs MORE_ORDERS"
     assert defect.hazard is None or defect.hazard in told["hazards"], told
 
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from not_yet import NOT_YET
 from play_schedules import Played, play, prepare
-from scenario_table import PASSING, SCENARIOS
+from scenario_table import PASSING, SCENARIOS, orders_of
 from scenario_world import one_processor
 
 import tdcopier
 
 pytestmark = pytest.mark.sim
 
-# More than any broken engine takes to be found (76); `make test-gpu` plays 2,000. A longer run:
+# By default `orders_of` each; `make test-gpu` plays 2,000. A longer run:
 # TDCOPIER_TEST_SCHEDULES=10000 make test-py, or python tests/support/play_schedules.py.
-SEEDS = int(os.environ.get("TDCOPIER_TEST_SCHEDULES", "100"))
+SEEDS = os.environ.get("TDCOPIER_TEST_SCHEDULES")
 FIRST_SEED = int(os.environ.get("TDCOPIER_TEST_FIRST_SEED", "0"))
 # In all others with one transfer for each copy, those of two copies are in flight at once in many
 # of the orders.
@@ -36,11 +36,11 @@ def moved_once(sim: ModuleType) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", PASSING)
 def test_every_order_of_events_is_right(sim, name):
-    total = Played()
-    for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
+    total, seeds = Played(), int(SEEDS or orders_of(name))
+    for seed in range(FIRST_SEED, FIRST_SEED + seeds):
         total.add(play(name, seed)[0])
     if SCENARIOS[name].one_transfer_a_job and name not in ONE_AFTER_THE_OTHER:
-        assert len(total.fingerprints) >= SEEDS // 10
+        assert len(total.fingerprints) >= seeds // 10
 
 
 def test_a_gather_dropped_before_leaves_the_order_as_it_is(sim):
@@ -56,7 +56,7 @@ def test_a_gather_dropped_before_leaves_the_order_as_it_is(sim):
 @pytest.mark.parametrize("name", NOT_YET)
 def test_what_the_engine_does_not_do_yet_is_seen_to_fail(sim, name):
     found = None
-    for seed in range(SEEDS):
+    for seed in range(int(SEEDS or 100)):
         try:
             play(name, seed)
         except KeyboardInterrupt:
