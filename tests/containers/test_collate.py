@@ -21,6 +21,7 @@ from collate_support import (
     collate_as_a_worker,
     leaves_of,
 )
+from each_case import together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import raises_exactly, run_python
@@ -48,7 +49,7 @@ def test_any_nesting_becomes_what_torch_makes_of_it(sampler, count):
     assert_like(tdcopier.collate(samples), default_collate(samples))
 
 
-@pytest.mark.parametrize("name", [name for name in LEAVES if "device" not in name])
+@together("name", [name for name in LEAVES if "device" not in name])
 def test_each_kind_of_leaf_becomes_what_torch_makes_of_it(name):
     samples = [LEAVES[name](i) for i in range(3)]
     assert_like(tdcopier.collate(samples), default_collate(samples))

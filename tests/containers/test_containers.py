@@ -29,6 +29,7 @@ from container_classes import (
     Versioned,
     Window,
 )
+from each_case import together
 from support import are_released, assert_same, oracle
 
 import tdcopier
@@ -128,7 +129,7 @@ def test_items_that_are_fields_too_agree_in_the_result(device, leaf):
     assert moved.logits.device == torch.device(device)
 
 
-@pytest.mark.parametrize("container", WRAPS)
+@together("container", WRAPS)
 def test_the_source_is_left_as_it_was(device, registered_box, leaf, container):
     tree = WRAPS[container].wrap(leaf)
     before = oracle(tree, "cpu")  # new containers around the same leaf
@@ -151,7 +152,7 @@ def holds(tree: Any, wanted: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("container", WRAPS)
+@together("container", WRAPS)
 @pytest.mark.parametrize("elements", [3, 1 << 19], ids=["inline", "background"])
 @pytest.mark.parametrize("to_host", [False, True], ids=["H2D", "D2H"])
 def test_containers_do_not_keep_their_sources(device, registered_box, container, elements, to_host):

@@ -22,6 +22,7 @@ from collate_support import (
     dtypes_of,
     leaves_of,
 )
+from each_case import together
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -56,7 +57,7 @@ def test_the_parcel_is_that_of_the_batch(collate_fn, dataset):
     assert bytes(packed(collate_fn)(samples)) == bytes(pack(collate_fn(samples)))
 
 
-@pytest.mark.parametrize("name", [name for name in LEAVES if "device" not in name])
+@together("name", [name for name in LEAVES if "device" not in name])
 def test_each_kind_of_leaf_is_in_the_parcel_as_in_that_of_the_batch(name):
     samples = [{"leaf": LEAVES[name](i), "plain": torch.ones(2)} for i in range(3)]
     assert_like(packed()(samples).tree(), pack(tdcopier.collate(samples)).tree())

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from each_case import together
 from support import assert_same
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
@@ -317,7 +318,7 @@ def is_equal(got: Any, expected: Any) -> bool:
     return type(got) is type(expected) and repr(got) == repr(expected)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@together("seed", range(60))
 def test_a_reader_that_was_made_from_the_page_agrees(seed):
     data = bytes(pack(random_tree(random.Random(seed))))
     parcel = Parcel.from_buffer(bytearray(data))

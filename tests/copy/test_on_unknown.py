@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each_case import together
 
 import tdcopier
 from tdcopier._containers import unknown
@@ -120,7 +121,7 @@ def leaf() -> torch.Tensor:
 # ---- which values are unknown --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
+@together("value", PLAIN, ids=[type(value).__name__ for value in PLAIN])
 def test_plain_data_passes_anywhere_whatever_the_option(device, value):
     for option in (None, "ignore", "warn", "raise"):
         assert tdcopier.copy(value, device, on_unknown=option) is value

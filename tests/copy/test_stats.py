@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from each_case import together
 from staged_windows import windows_of
 from support import oracle
 
@@ -32,7 +33,7 @@ OPTIONS = [
 @pytest.mark.sim
 @pytest.mark.parametrize("direction", ["h2d", "d2h", "d2d"])
 @pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@together("options", OPTIONS)
 def test_transfers_and_bytes_are_those_that_the_simulated_device_counted(
     sim, device, other_device, kind, options, direction
 ):

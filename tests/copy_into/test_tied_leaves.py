@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each_case import together
 from support import same_bytes
 from tensordict import TensorDict
 from torch import nn
@@ -168,7 +169,7 @@ REFUSED: dict[str, Ends] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@together("name", REFUSED)
 def test_all_else_that_shares_memory_is_refused(way, name):
     source = torch.ones(4, 4).to(way[0])
     destination = torch.zeros(4, 4, device=way[1])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import together
 from prefetch_support import StatefulLoader, value_of, values_of
 from torch.utils.data import DataLoader, Dataset
 
@@ -46,7 +47,7 @@ def number_of(one: Any) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("taken", [0, 1, 3, BATCHES - 1])
+@together("taken", [0, 1, 3, BATCHES - 1])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_resumed_run_goes_on_after_the_last_batch_that_was_yielded(prefetch, kind, depth, taken):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from each_case import together
 from replay_support import RowBuffer, rows_of
 
 from tdcopier._replay.limiter import Limiter
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 WANTED, WITHIN = 4.0, 0.05
 
 
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 1000), (7, 32), (100, 1)])
+@together(("rows", "size"), [(1, 1), (1, 1000), (7, 32), (100, 1)])
 @pytest.mark.parametrize("wanted", [0.1, 4.0, 50.0])
 @pytest.mark.parametrize("tolerance", [None, 0, 10])
 @pytest.mark.parametrize("eager", ["insert", "sample"])

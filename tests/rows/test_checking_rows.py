@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each_case import together
 from support import assert_same
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -117,8 +118,8 @@ def case(request, tmp_path, device) -> tuple[Any, Any, bool]:
     return STORAGES[kind](tmp_path, device), numbers, ends_at_wait
 
 
-@pytest.mark.parametrize("to", ["new memory", "out"])
-@pytest.mark.parametrize("call", ["wait_gathered", "wait_staged", "get", "wait"])
+@together("to", ["new memory", "out"])
+@together("call", ["wait_gathered", "wait_staged", "get", "wait"])
 def test_rows_modified_before_the_call_that_allows_it_are_named_every_time(case, device, to, call):
     leaf, numbers, ends_at_wait = case
     handle = gather({"ok": [table().pin_memory(), leaf]}, numbers, device, to)
@@ -133,8 +134,8 @@ def test_rows_modified_before_the_call_that_allows_it_are_named_every_time(case,
             getattr(handle, call)()
 
 
-@pytest.mark.parametrize("to", ["new memory", "out"])
-@pytest.mark.parametrize("call", ["wait_gathered", "wait_staged", "get", "wait"])
+@together("to", ["new memory", "out"])
+@together("call", ["wait_gathered", "wait_staged", "get", "wait"])
 def test_rows_may_be_modified_after_that_call(case, device, to, call):
     leaf, numbers, ends_at_wait = case
     handle = gather([leaf], numbers, device, to)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from catalogue import ramp
 from container_classes import Pair
+from each_case import together
 from gather_support import ROWS, rows_of
 from support import assert_same, run_python
 from torch.overrides import TorchFunctionMode
@@ -73,7 +74,7 @@ INDICES = {
 
 
 @pytest.mark.parametrize("on", ["device", "cpu"])
-@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES.keys())
+@together("index", INDICES.values(), ids=INDICES.keys())
 def test_it_equals_indexing_and_moving_each_leaf(device, index, on):
     target = device if on == "device" else "cpu"
     tree = storage()

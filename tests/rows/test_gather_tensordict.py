@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each_case import together
 from tensordict import (
     LazyStackedTensorDict,
     NonTensorData,
@@ -131,7 +132,7 @@ INDICES = {
 
 
 @pytest.mark.parametrize("on", ["device", "cpu"])
-@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES.keys())
+@together("index", INDICES.values(), ids=INDICES.keys())
 @pytest.mark.parametrize("make", STORAGES, ids=lambda make: make.__name__)
 def test_it_equals_indexing_and_moving(device, make, index, on):
     target = device if on == "device" else "cpu"

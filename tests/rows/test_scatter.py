@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from catalogue import ramp
+from each_case import together
 from support import assert_same, raises_exactly
 from tensordict import TensorDict, UnbatchedTensor
 from torch.utils._pytree import tree_map
@@ -92,7 +93,7 @@ def assert_written(tables: Any, expected: Any) -> None:
     "options", [{}, {"use_pinned_staging": False}, {"use_background_thread": False}]
 )
 @pytest.mark.parametrize("on", ["device", "cpu"])
-@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES.keys())
+@together("index", INDICES.values(), ids=INDICES.keys())
 def test_it_equals_torchs_own_indexing(device, index, on, options):
     tables = storage()
     batch = batch_for(tables, index, device if on == "device" else "cpu")
