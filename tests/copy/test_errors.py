@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -99,8 +97,7 @@ except ValueError as error:
 """
     if torch.version.cuda is not None:
         pytest.skip("torch of CUDA takes 0 for cuda:0")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.startswith("device 0 does not exist: "), done.stderr
+    assert run_python(program).startswith("device 0 does not exist: ")
 
 
 @pytest.mark.sim

@@ -233,8 +233,9 @@ def test_a_torch_mode_is_refused_and_a_device_context_is_not(device):
 @pytest.mark.sim
 def test_a_forked_child_cannot_resume_and_leaves_the_parents_tensors_alone():
     code = """
-        import os, torch, tdcopier
+        import os, torch, warnings, tdcopier
         from tdcopier import sim
+        warnings.simplefilter("ignore")  # that a process with threads forks
         sim.enable()
         tensor = torch.ones(100_000, device="sim")
         parked = tdcopier.park([tensor])
@@ -254,15 +255,16 @@ def test_a_forked_child_cannot_resume_and_leaves_the_parents_tensors_alone():
         assert tensor.eq(1).all()
         print("resumed")
     """
-    assert run_python(code, PYTHONWARNINGS="ignore").strip() == "resumed"
+    assert run_python(code).strip() == "resumed"
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("call", ["wait_parked", "resume"])
 def test_a_child_that_is_forked_while_another_thread_waits_does_not_hang(call):
     code = f"""
-        import faulthandler, os, threading, time, torch, tdcopier
+        import faulthandler, os, threading, time, torch, warnings, tdcopier
         from tdcopier import _C, sim
+        warnings.simplefilter("ignore")  # that a process with threads forks
         sim.enable()
         tensor = torch.ones(100_000, device="sim")
         with sim.hold(_C.copy_stream("sim:0", "from_device")):
@@ -285,7 +287,7 @@ def test_a_child_that_is_forked_while_another_thread_waits_does_not_hang(call):
         assert tensor.eq(1).all()
         print("resumed")
     """
-    assert run_python(code, PYTHONWARNINGS="ignore").strip() == "resumed"
+    assert run_python(code).strip() == "resumed"
 
 
 @pytest.mark.sim

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import AsyncIterator, Iterator
 from functools import partial, wraps
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from prefetch_support import Counted, batch, value_of, values_of
+from support import run_python
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -224,7 +223,7 @@ batches = tdcopier.prefetch([1], "cpu")
 assert list(batches) == [1]
 assert "tensordict" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+    run_python(code)
 
 
 def test_sources_that_look_like_mistakes_but_are_none_are_taken(prefetch):

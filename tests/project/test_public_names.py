@@ -154,7 +154,7 @@ except AttributeError as error:
 else:
     raise SystemExit("no error")
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+    run_python(code)
 
 
 @pytest.mark.parametrize("name", sorted(NAMESPACES))

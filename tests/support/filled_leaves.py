@@ -7,7 +7,7 @@ from each_case import together
 
 from tdcopier import _C
 
-PACKED, MANY, LARGE = [100, 50], [*range(3, 42)], [1 << 18, 3]
+PACKED, MANY, LARGE = [100, 50], [*range(3, 23)], [1 << 18, 3]
 BEYOND_STAGING = [2 * _C.STAGING_BUFFER_BYTES // 4 + 5, 3]
 """More than is staged at a time, where there is one staging buffer."""
 SIZES = {"packed": [100, 50], "in place": [100], "alone": [70_000], "both": [1 << 18, 3]}
