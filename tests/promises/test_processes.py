@@ -61,6 +61,8 @@ def copy_on_the_host(device: str) -> None:
 
 
 class Cycle:
+    """Something that only the collector drops."""
+
     def __init__(self, held: Any) -> None:
         self.held, self.itself = held, self
 
@@ -69,30 +71,28 @@ class Cycle:
 @each_call_that_goes_on()
 def test_a_forked_child_drops_what_it_inherits_and_copies_on_the_host(make, device, accelerator):
     """At the fork copies are under way: workers may hold any lock, and none is in the child."""
-    work, large = make(1, PACKED), make(2, LARGE)
-    handle = work.start()
-    result = handle.wait()
-    if work.call.is_to_device:
-        handle.wait(accelerator.Stream(device=work.target))
-    done = work.start()
-    done.get()
-    leaf = make(4, MANY).start().get()
-    held = [handle, result, done, large.start(), work.arrived(leaf)[1][1:]]
-    del handle, result, done, leaf
+    work, large, many = make(1, PACKED), make(2, LARGE), make(4, MANY)
+
+    def begun() -> list[Any]:
+        handle = work.start()
+        result = handle.wait()
+        if work.call.is_to_device:
+            handle.wait(accelerator.Stream(device=work.target))
+        done = work.start()
+        done.get()
+        leaf = many.start().get()
+        return [handle, result, done, large.start(), work.arrived(leaf)[1][1:]]
+
+    held = begun()
+    Cycle(begun())
     running = [large.start() for _ in range(3)]
 
     def drop() -> None:
         held.clear()
         running.clear()
         gc.collect()
-
-    def drop_and_copy() -> None:
-        drop()
         copy_on_the_host(device)
 
-    assert ends_well(drop_and_copy)
-    Cycle(held.copy())
-    held.clear()
     assert ends_well(drop)
     for handle in running:
         assert values_of(large.arrived(handle.get())) == {2}
@@ -106,27 +106,28 @@ def assert_is_told(wait: Callable[[], Any]) -> None:
 
 
 @forks
-@pytest.mark.parametrize("elements", [PACKED, BEYOND_STAGING], ids=["packed", "beyond staging"])
 @each_call_that_goes_on(lambda call: call.uses_a_device, "held")
-def test_a_forked_child_is_told_that_a_copy_was_not_done_at_the_fork(make, stall, elements):
+def test_a_forked_child_is_told_that_a_copy_was_not_done_at_the_fork(make, stall):
     """It would wait for a device that only the parent can ask, or for a thread of the parent."""
     tdcopier.limits.set_staging_bytes(BUFFER_BYTES)
-    works = [make(1, PACKED), make(2, elements)]
-    done = works[0].start()
+    early, packed, beyond = make(1, PACKED), make(2, PACKED), make(3, BEYOND_STAGING)
+    done = early.start()
     done.get()
 
     def ask() -> None:
         assert done.ready()
         done.get()
-        assert not pending.ready()
-        assert_is_told(pending.get)
-        if elements is BEYOND_STAGING and not works[1].call.is_from_device:
-            assert_is_told(pending.wait_staged)
+        for handle in pending:
+            assert not handle.ready()
+            assert_is_told(handle.get)
+        if not beyond.call.is_from_device:
+            assert_is_told(pending[1].wait_staged)
 
-    with stall(works[1].writing):
-        pending = works[1].start()
+    with stall(beyond.writing):
+        pending = [packed.start(), beyond.start()]
         assert ends_well(ask)
-    assert values_of(works[1].arrived(pending.get())) == {2}
+    for value, (work, handle) in enumerate(zip((packed, beyond), pending, strict=True), 2):
+        assert values_of(work.arrived(handle.get())) == {value}
 
 
 @forks
@@ -140,19 +141,19 @@ def test_a_forked_child_is_told_so_of_a_delegated_leaf(device, other_device, acc
 
 
 @forks
-@pytest.mark.parametrize("elements", [PACKED, LARGE], ids=["packed", "large"])
 @each_call_that_goes_on(lambda call: not call.is_to_device and not call.fills)
-def test_a_child_shares_the_memory_that_its_parent_shared(make, elements):
+def test_a_child_shares_the_memory_that_its_parent_shared(make):
     """The storage of a result may have been given other memory, with a deleter of its own."""
-    work = make(1, elements)
-    shared = work.arrived(work.start().get())[0].share_memory_()
+    works = [make(1, elements) for elements in (PACKED, LARGE)]
+    results = [work.arrived(work.start().get())[0].share_memory_() for work in works]
 
     def write() -> None:
-        assert shared.is_shared()
-        shared.share_memory_().fill_(5)
+        for shared in results:
+            assert shared.is_shared()
+            shared.share_memory_().fill_(5)
 
     assert ends_well(write)
-    assert values_of([shared]) == {5}
+    assert values_of(results) == {5}
 
 
 # ---- programs ------------------------------------------------------------------------------------
