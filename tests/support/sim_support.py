@@ -22,7 +22,7 @@ from tdcopier.sim import Gate, Hazard, HazardError
 
 LONGEST_TEST_S = float(os.environ.get("TDCOPIER_TEST_LONGEST_S", "110"))
 
-BRIEFLY = 0.01
+BRIEFLY = 0.03
 
 
 @pytest.fixture(autouse=True)
