@@ -9,8 +9,9 @@ SHELL := /bin/bash
 SYSTEM_PYTHON ?= python3
 HAS_TORCH := $(shell $(SYSTEM_PYTHON) -c 'import importlib.util as u; print(int(u.find_spec("torch") is not None))' 2>/dev/null)
 JOBS ?= $(shell nproc)
-# Processes that share the Python tests; 0 runs them in this one, for a debugger.
-TEST_PROCESSES ?= $(JOBS)
+# Processes that share the Python tests, one more than processors, since some tests wait; 0 runs them
+# in this one, for a debugger.
+TEST_PROCESSES ?= $(shell expr $(JOBS) + 1)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Bytecode is kept, whatever the environment says: without it, each process compiles the tests anew,
 # and pytest rewrites their assertions.
