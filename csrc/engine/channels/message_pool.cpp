@@ -21,21 +21,12 @@ uint64_t with_room(uint64_t bytes) {
   return (bytes + step - 1) / step * step;
 }
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wtsan"  // that the thread sanitizer does not know fences
-#endif
-
 bool is_free(const c10::Storage& piece) {
   if (piece.use_count() != 1) return false;
   // That read is relaxed; what the last other user did is before the next use.
   std::atomic_thread_fence(std::memory_order_acquire);
   return true;
 }
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
 
 }  // namespace
 
