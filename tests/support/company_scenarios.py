@@ -264,6 +264,15 @@ def sources_of_an_idle_device_are_released_beside_a_busy_one(world: ScenarioWorl
     check()
 
 
+def windows_are_sent_in_groups(world: ScenarioWorld) -> None:
+    """H2D: the device has buffers to read while workers stage more; then they may have only one."""
+    with small_limits(staging_buffers=5):
+        batch = world.batch((150,))
+        handle = tdcopier.start_copy(batch, world.devices[0])
+        tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
+        world.expect(handle.get(), batch)
+
+
 COMPANY = (
     *(beside(depending, to_the_device) for depending in DEPENDING),
     *(beside(depending, to_the_host) for depending in DEPENDING),
@@ -273,6 +282,7 @@ COMPANY = (
     buffers_come_back_beside_one_that_waits_for_kernels,
     staging_goes_on_when_all_buffers_wait_for_kernels,
     staging_is_bounded_beside_copies_that_wait_for_kernels,
+    windows_are_sent_in_groups,
     prefetching_goes_on_beside_a_copy_to_the_host,
     sources_of_an_idle_device_are_released_beside_a_busy_one,
 )

@@ -33,6 +33,7 @@ def check_each(cases: Iterable[tuple[str, Callable[[], object]]]) -> None:
             told = textwrap.indent(f"{type(error).__name__}: {error}", "    ")
             failed.append(f"{name}:\n{told}")
             first = first or error
+    assert count, "there are no cases"
     if failed:
         told = "\n".join(failed)
         raise AssertionError(f"{len(failed)} of {count} cases fail\n{told}") from first

@@ -55,15 +55,6 @@ def workers_share_two_buffers(world: ScenarioWorld) -> None:
         world.expect(handle.get(), expected)
 
 
-def windows_are_sent_in_groups(world: ScenarioWorld) -> None:
-    """H2D: the device has buffers to read while workers stage more; then they may have only one."""
-    with small_limits(staging_buffers=5):
-        batch = world.batch((150,))
-        handle = tdcopier.start_copy(batch, world.devices[0])
-        tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
-        world.expect(handle.get(), batch)
-
-
 def sources_are_dropped_at_once(world: ScenarioWorld) -> None:
     """H2D: only the copy keeps the host memory that workers read, until they have read it."""
     device = world.devices[0]
@@ -444,7 +435,6 @@ ONE_TRANSFER_EACH = (
 
 SEVERAL_TRANSFERS = (
     workers_share_two_buffers,
-    windows_are_sent_in_groups,
     sources_are_dropped_at_once,
     polled_while_workers_stage,
     threads_copy_at_once,

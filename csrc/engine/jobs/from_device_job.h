@@ -46,6 +46,7 @@ class FromDeviceJob final : public CopyJob {
   void gather_straight(size_t first, size_t last);
   void note_gathered(size_t last);
   void note_written(size_t first, size_t last);  // chunks of a result on the host
+  // A chunk, and where its bytes are on the source device.
   struct ChunkAt {
     size_t chunk;
     const std::byte* from;
