@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,6 +30,9 @@ from tool.sections import DIRECTIONS
 from tool.target_forms import Target
 
 SUITES = {
+    "trainers": "trainers.benchmark",
+    "frameworks": "trainers.frameworks",
+    "reading": "trainers.reading",
     **dict.fromkeys(("h2d", "d2h", "d2d"), "copies.trees"),
     "cold": "copies.cold_caches",
     "pinning": "copies.pinned_memory",
@@ -47,13 +51,10 @@ SUITES = {
     "concurrent": "loops.concurrent",
     "asyncio": "loops.event_loop",
     "speed_only": "loops.speed_only",
-    "trainers": "trainers.benchmark",
-    "reading": "trainers.reading",
-    "frameworks": "trainers.frameworks",
     "learners": "rows.graphed_learners",
 }
-"""Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and
-functions that yield the targets on values and on speed from these figures."""
+"""Modules by benchmark, in the order of a whole run. Each has a function ``run``, which returns the
+figures of the result, and functions that yield the targets on values and on speed from these."""
 NEEDED = {
     "tensordict": ("tensordict",),
     "frameworks": ("accelerate", "lightning", "transformers"),
@@ -111,6 +112,7 @@ def _written(
     """Run benchmarks one after the other, and write the result of each as soon as it is there."""
     results, description = [], machine.describe(bench.device)
     for name in names:
+        begin_s = time.monotonic()
         result = {
             "schema": report.SCHEMA,
             "name": name,
@@ -119,11 +121,12 @@ def _written(
             "quick": options.quick,
             **figures_of(name, bench, options.workloads),
         }
+        result["seconds"] = round(time.monotonic() - begin_s, 1)
         module = importlib.import_module(SUITES[name])
         result["targets"] = targets_of(module, result, speed=bench.is_real)
         path = out / f"{name}-{description['slug']}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"wrote {path}", flush=True)
+        print(f"wrote {path} after {result['seconds']:.0f} s", flush=True)
         results.append(result)
     return results
 
@@ -184,7 +187,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--device", help='such as "cuda:1", "cpu" or "sim"; default: the CUDA device'
     )
-    parser.add_argument("--repeats", type=int, default=500, help="calls with each small workload")
+    parser.add_argument("--repeats", type=int, default=300, help="calls with each small workload")
     parser.add_argument("--out", type=Path, help="folder for the JSON files")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument(

@@ -69,7 +69,7 @@ class Options(NamedTuple):
 
 def run(bench: Bench) -> dict[str, Any]:
     """Run all trainers that can run here, as `benchmarks/run.py` does."""
-    chosen = {name: ways.WAYS[name] for name in ways.DEFAULT}
+    chosen = {name: ways.WAYS[name] for name in ways.COMPARED}
     if not bench.is_real:
         steps = {"untimed": 1, "timed": 2, "pause_s": 0.01}
         options = Options(ON_SIM, chosen, 2, 1.0, 1, steps, first_batches=1, small=True)

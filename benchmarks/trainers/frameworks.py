@@ -90,7 +90,7 @@ def run(bench: Bench) -> dict[str, Any]:
     """Run the trainers with each framework's loader."""
     ways = {RESIDENT: WAYS[RESIDENT], **OF_FRAMEWORKS}
     options = benchmark.Options(
-        TRAINERS, ways, 40, 4.0, first_batches=0, references=(RESIDENT, *FRAMEWORKS)
+        TRAINERS, ways, 40, 2.0, first_batches=0, references=(RESIDENT, *FRAMEWORKS)
     )
     if not bench.is_real:
         steps = {"untimed": 1, "timed": 2, "pause_s": 0.01}

@@ -130,7 +130,10 @@ WAYS: dict[str, Way] = {
 """By name. A variation is a row, for example ``"prefetch_depth_4": Way(partial(_prefetch,
 depth=4))`` or ``"prefetch_in_loop": Way(partial(_prefetch, threaded=False))``. In a floor
 the workers do all their work, with torch's leaves or packed, and nothing is copied."""
-DEFAULT = (RESIDENT, FLOOR, FLOOR_PACKED, LOADER, PINNED, OURS, OURS_PINNED, PINNED_AGAIN)
+COMPARED = (RESIDENT, FLOOR, LOADER, PINNED, OURS)
+"""Those of a run of all benchmarks."""
+DEFAULT = (*COMPARED, FLOOR_PACKED, OURS_PINNED, PINNED_AGAIN)
+"""Those of a run of the trainers alone."""
 
 
 def variation(text: str) -> Way:

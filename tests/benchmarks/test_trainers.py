@@ -382,13 +382,14 @@ def test_the_command_tries_a_loop_on_the_simulated_device(sim, tmp_path, capsys)
 def test_the_runner_of_all_benchmarks_knows_it(sim, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(benchmark, "ON_SIM", ("loop_few",))
     chosen = ways.RESIDENT, ways.PINNED, ways.OURS
-    monkeypatch.setattr(ways, "DEFAULT", chosen)
+    monkeypatch.setattr(ways, "COMPARED", chosen)
     run = load("run")
     asked = ["--device", "sim", "--quick", "--only", "trainers", "--out", str(tmp_path)]
     assert run.main(asked) == 0
     assert capsys.readouterr().out.endswith("targets: all hit\n")
     result = json.loads((tmp_path / "trainers-sim.json").read_text("utf-8"))
     assert result["trainers"]["loop_few"]["step"].keys() == set(chosen)
+    assert result["seconds"] > 0
 
 
 def test_a_trainer_whose_package_is_missing_is_left_out_and_named(sim, monkeypatch, capsys) -> None:
