@@ -1,4 +1,4 @@
-// Implements factories, views, storages and copies; all other operators run on the host.
+// Factories, views, storages and copies. All others run on the host: operators_on_host.h.
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>

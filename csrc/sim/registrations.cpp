@@ -7,7 +7,7 @@
 #include <list>
 #include <string>
 
-#include "sim/host_call.h"
+#include "sim/operators_on_host.h"
 
 namespace tdcopier::sim {
 

@@ -1,5 +1,5 @@
 // Copies an operator's arguments to the host, calls it there, and copies what it wrote back.
-#include "sim/host_call.h"
+#include "sim/operators_on_host.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
