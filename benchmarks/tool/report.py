@@ -25,6 +25,7 @@ SCHEMA = 1
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 NO_RESULTS = "No result files yet: `make bench` on a machine with a GPU writes them."
 HEADLINE_WORKLOAD = "detection_batch"
+HEADLINE_TRAINER = "maskrcnn"
 PER_LEAF = ".to() per leaf"
 BUSY = "8 DataLoader workers"  # the load of `cold` that the README shows
 
@@ -204,17 +205,18 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
     """Return the text between the marks in README.md: a sentence, a table and the machine.
 
     Raises:
-        KeyError: There is no result of the copies, or of cold caches or the training loop on the
-            same machine.
+        KeyError: There is no result of the copies, or of cold caches, the training loop or the
+            trainers on the same machine.
 
     """
     h2d = {result["name"]: result for result in reversed(results)}["h2d"]  # the first one
     slug = h2d["machine"]["slug"]  # the table compares figures of one machine
     named = {result["name"]: result for result in results if result["machine"]["slug"] == slug}
-    cold, loop = named["cold"], named["loop"]
+    cold, loop, trainers = named["cold"], named["loop"], named["trainers"]
     busy = cold["beside"][BUSY]["detection batch"]
     ratios = loop["loops"][HEADLINE_WORKLOAD]["ratios"]
     text = (
+        f"{_trainer_sentence(trainers['trainers'][HEADLINE_TRAINER])}\n\n"
         f"A batch of {leaves_and_bytes(busy)}, as a detection dataset has them, reaches an "
         f"{h2d['machine']['gpu']} in **{_ms(busy['contenders'][OURS]['median_us'])} ms** on a busy "
         f"host (cold caches, beside {BUSY}); with `.to()` per leaf it takes "
@@ -222,8 +224,33 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
         f"A training step on it takes {ratios[OURS]:.2f} times as long as one on a batch that is "
         f"on the GPU already; with `.to()` per leaf, {ratios[PER_LEAF]:.1f} times."
     )
+    others = {"cold and busy": cold, "training steps": loop, "the trainer": trainers}
     source = "Medians; the files in `benchmarks/results` have quartiles and all ways."
-    return f"{text}\n\n{_readme_table(cold, h2d, loop)}\n\n{machine_line(h2d)} {source}"
+    lines = f"{machine_line(h2d)} {_other_commits(h2d, others)}{source}"
+    return f"{text}\n\n{_readme_table(cold, h2d, loop)}\n\n{lines}"
+
+
+def _trainer_sentence(found: Mapping[str, Any]) -> str:
+    """Return what a step of a real trainer costs, over one on batches that are there already."""
+    over = _over_resident(found)
+    return (
+        f"In a real trainer ({found['what']}, {found['bytes'] / 1e6:.0f} MB a batch, a "
+        f"`DataLoader` with {found['workers']} workers), a step with `tdcopier.prefetch(loader, "
+        f'"cuda")` takes **{over[ways.OURS]["ratio"]:.2f}** times as long as on batches that are '
+        f"on the GPU already, and with `pin_memory=True` {over[ways.PINNED]['ratio']:.2f} times "
+        f"(medians of {found['rounds']} rounds)."
+    )
+
+
+def _other_commits(first: dict[str, Any], others: Mapping[str, dict[str, Any]]) -> str:
+    """Return a sentence on the results that were not taken at the commit of the first one."""
+    commit_of = first["machine"].get("git_commit")
+    parts = [
+        f"{what} at {str(result['machine'].get('git_commit'))[:10]}, {result['taken'][:10]}"
+        for what, result in others.items()
+        if result["machine"].get("git_commit") != commit_of
+    ]
+    return f"Of other runs: {'; '.join(parts)}. " if parts else ""
 
 
 def _readme_table(cold: dict[str, Any], h2d: dict[str, Any], loop: dict[str, Any]) -> str:

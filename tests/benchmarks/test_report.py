@@ -132,7 +132,7 @@ def test_a_result_of_another_schema_is_refused(tmp_path: Path) -> None:
         report.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["cold", "h2d", "loop"])
+@pytest.mark.parametrize("name", ["cold", "h2d", "loop", "trainers"])
 def test_the_readme_needs_the_results_that_it_shows(name: str) -> None:
     with pytest.raises(KeyError, match=name):
         report.readme_part([result for result in RESULTS.values() if result["name"] != name])
@@ -146,6 +146,17 @@ def test_the_readme_has_the_figures_of_one_machine() -> None:
     part = report.readme_part(results)
     assert report.readme_part([elsewhere, *results]) == part
     assert report.readme_part([*results, elsewhere]) == part
+
+
+def test_the_readme_names_the_commits_of_its_results() -> None:
+    results = [a_copy(name) for name in ("h2d", "cold", "loop", "trainers")]
+    for result in results:
+        result["machine"]["git_commit"] = "a" * 40
+    assert "Of other runs" not in report.readme_part(results)
+    results[2]["machine"]["git_commit"] = "b" * 40
+    results[2]["taken"] = "2026-11-26 03:14 UTC"
+    part = report.readme_part(results)
+    assert "Of other runs: training steps at bbbbbbbbbb, 2026-11-26. Medians" in part
 
 
 def test_the_readme_has_the_figures_of_the_committed_results() -> None:
