@@ -21,7 +21,8 @@ has views, and at most a number of bytes for each byte of the layout: for which,
 `tests/containers/test_parcel_bounds.py`. A layout is small beside its leaves where they are not.
 
 Pickles are not changed, since a caller who permits them trusts them. Their code may raise anything
-if the memory beside them is not what it was.
+if the memory beside them is not what it was, and a batch size that is pickled may not be that of
+the entries beside it.
 """
 
 from __future__ import annotations
@@ -222,6 +223,7 @@ def check(parcel: Parcel, tree: Any) -> None:
     """Reads all leaves, and copies the parcel to a device, where the leaves are the same."""
     device = f"{DEVICE_TYPE}:0"
     there = tdcopier.copy(parcel, device, on_unknown="ignore")
+    assert parcel.needs_pickle or all(map(is_sound, tensordicts_of(tree)))
     for leaf, arrived in zip(leaves_of(tree), leaves_of(there), strict=True):
         expected = leaf.detach().to(device)
         assert (arrived.dtype, arrived.shape) == (leaf.dtype, leaf.shape)
@@ -230,16 +232,26 @@ def check(parcel: Parcel, tree: Any) -> None:
     pack(tree)
 
 
+def is_sound(tensordict: TensorDict) -> bool:
+    """Returns whether entries and names fit; entries may have others, as users can set them."""
+    dims = len(tensordict.batch_size)
+    fit = all(value.shape[:dims] == tensordict.batch_size for value in tensordict.values())
+    named = [name for name in tensordict.names if name is not None]
+    return fit and all(type(name) is str for name in named) and len({*named}) == len(named)
+
+
 def leaves_of(tree: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a tree. Asserts that its TensorDicts are sound."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, TensorDict):
-        dims = len(tree.batch_size)
-        assert all(value.shape[:dims] == tree.batch_size for value in tree.values())
-        named = [name for name in tree.names if name is not None]
-        assert all(type(name) is str for name in named)
-        assert len({*named}) == len(named)  # its entries may have others, as users can give them
+    return [node for node in nodes_of(tree) if isinstance(node, torch.Tensor)]
+
+
+def tensordicts_of(tree: Any) -> list[TensorDict]:
+    return [node for node in nodes_of(tree) if isinstance(node, TensorDict)]
+
+
+def nodes_of(tree: Any) -> Iterator[Any]:
+    """Yields a tree and all that is in it."""
+    yield tree
+    children: list[Any] = []
     if isinstance(tree, (dict, TensorDict)):
         children = [*tree.values()]
     elif isinstance(tree, (list, tuple)):
@@ -249,9 +261,8 @@ def leaves_of(tree: Any) -> list[torch.Tensor]:
     elif dataclasses.is_dataclass(tree):
         names = [each.name for each in dataclasses.fields(tree) if hasattr(tree, each.name)]
         children = [getattr(tree, name) for name in names]
-    else:
-        return []
-    return [leaf for child in children for leaf in leaves_of(child)]
+    for child in children:
+        yield from nodes_of(child)
 
 
 @functools.lru_cache(10_000)
