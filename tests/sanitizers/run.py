@@ -58,6 +58,9 @@ def library(name: str) -> str:
 # Python has no frame pointers, and a suppressed function may be far up the stack.
 WITH_LEAKS = "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=40"
 WITHOUT_LEAKS = "detect_leaks=0"
+# Tests that limit the memory expect an error, as without a sanitizer.
+MAY_FAIL = "allocator_may_return_null=1"
+OF_TESTS = f"{WITHOUT_LEAKS}:{MAY_FAIL}"
 
 
 def environment_of(kind: str, site: Path, asan: str) -> dict[str, str]:
@@ -72,7 +75,7 @@ def environment_of(kind: str, site: Path, asan: str) -> dict[str, str]:
         "TDCOPIER_TEST_DEVICE": "sim",
         "TDCOPIER_TEST_LONGEST_S": "600",  # interrupts at hundreds of places take minutes
         # A forked child ends by itself, and may start threads.
-        "TSAN_OPTIONS": f"{log}:die_after_fork=0:suppressions={HERE / 'tsan.supp'}",
+        "TSAN_OPTIONS": f"{log}:{MAY_FAIL}:die_after_fork=0:suppressions={HERE / 'tsan.supp'}",
         "ASAN_OPTIONS": f"{log}:{asan}",
         "LSAN_OPTIONS": f"suppressions={HERE / 'lsan.supp'}:print_suppressions=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -87,7 +90,7 @@ def main() -> None:
     pytest.append(f"--ignore-glob={ROOT}/tests/*/test_checking_*")  # they race on purpose
     runs = [
         ([str(HERE / "stress.py"), "32", "100"], WITH_LEAKS),
-        ([*pytest, "--rootdir", str(ROOT), "-o", "timeout=600", *tests], WITHOUT_LEAKS),
+        ([*pytest, "--rootdir", str(ROOT), "-o", "timeout=600", *tests], OF_TESTS),
     ]
     if sys.argv[3:]:
         asan = f"{WITHOUT_LEAKS}:max_allocation_size_mb={MOST_ALLOCATED_MB}"
