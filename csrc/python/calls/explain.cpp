@@ -2,6 +2,7 @@
 #include "python/calls/explain.h"
 
 #include <c10/core/GradMode.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Device.h>
 
 #include <algorithm>
