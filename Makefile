@@ -84,14 +84,16 @@ bench: build $(HAS)test
 	FAIL_WITHOUT_CUDA=1 $(RUN) $(PY) benchmarks/run.py
 
 # Tests the layer without torch three times: under the address and undefined-behaviour sanitizers,
-# under the thread sanitizer, and as it is shipped.
+# under the thread sanitizer, and as it is shipped, with the library of the real build.
 SANITIZED := address,undefined thread none
-test-cpp: $(HAS)build
+test-cpp: build
 	@set -e; for kind in $(SANITIZED); do \
-	  flags="$$kind"; level=-O1; [ "$$kind" != none ] || { flags=""; level="-O2 -DNDEBUG"; }; \
+	  flags="$$kind"; level=-O1; library=; \
+	  [ "$$kind" != none ] || { flags=; level="-O2 -DNDEBUG"; \
+	    library=$$($(RUN) $(PY) tests/support/build_broken_engines.py --base); }; \
 	  $(RUN) cmake -S . -B build/cpp-$$kind -G Ninja -DTDCOPIER_CPP_TESTS=ON -DTDCOPIER_WERROR=ON \
-	    -DTDCOPIER_SANITIZE="$$flags" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	    -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="$$level -g1" >/dev/null; \
+	    -DTDCOPIER_SANITIZE="$$flags" -DTDCOPIER_BASE_LIBRARY="$$library" \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="$$level -g1" >/dev/null; \
 	  $(RUN) cmake --build build/cpp-$$kind; \
 	  echo "C++ tests, sanitizer: $$kind"; \
 	  $(RUN) ctest --test-dir build/cpp-$$kind --output-on-failure -j $(JOBS); \

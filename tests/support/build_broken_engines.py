@@ -135,5 +135,7 @@ def show(name: str, seeds: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--show"]:
         show(sys.argv[2], seeds=int(sys.argv[3]))
+    elif sys.argv[1:] == ["--base"]:
+        print(base_library())
     else:
         build()
