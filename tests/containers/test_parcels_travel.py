@@ -129,7 +129,7 @@ def test_a_parcel_from_read_only_bytes_gives_leaves_that_may_be_written():
     assert whole == bytes(pack(tree_of(2)))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_parcels_cross_processes_by_queues_whatever_their_size(method):
     context = multiprocessing.get_context(method)
     there, back = context.Queue(), context.Queue()
@@ -150,7 +150,7 @@ def test_parcels_cross_processes_by_queues_whatever_their_size(method):
 
 
 def test_a_parcel_in_shared_memory_of_the_callers_is_not_copied_again():
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     there, back = context.Queue(), context.Queue()
     process = context.Process(target=fill_with_sevens, args=(there, back), daemon=True)
     process.start()

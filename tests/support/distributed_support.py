@@ -21,7 +21,7 @@ class Ranks:
     """Processes that each have a rank in one process group."""
 
     def __init__(self, count: int, backend: str, folder: Path) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(count):
