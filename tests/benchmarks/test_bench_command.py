@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import builtins
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support import run_module
 
 import tdcopier
 from tdcopier import workloads
@@ -28,14 +27,8 @@ def test_the_command_runs_on_the_simulated_device_and_says_that_it_says_nothing_
     tmp_path: Path,
 ):
     file = tmp_path / "figures.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tdcopier", "bench", *QUICK, "--json", str(file)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    arguments = ["bench", *QUICK, "--json", str(file)]
+    done = run_module("tdcopier", *arguments, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith(f"{bench.SIMULATED}\n")
     assert (

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support import run_python
+from support import run_module, run_python
 
 import tdcopier
 from tdcopier import _C
@@ -19,16 +17,9 @@ from tdcopier._commands import info_facts as _info
 from tdcopier._commands.info import as_text, main
 
 
-def run_module(*arguments: str, **environment: str) -> str:
+def printed_by(*arguments: str, **environment: str) -> str:
     """Returns the output of the command, run in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tdcopier", "info", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_module("tdcopier", "info", *arguments, **environment)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return done.stdout
 
@@ -310,11 +301,11 @@ def test_variables_that_are_set_are_told_and_others_not(monkeypatch):
 
 def test_the_command_prints_what_the_environment_set_as_text_and_as_json():
     environment = {"TDCOPIER_CHECK": "1", "TDCOPIER_STAGING_LIMIT_BYTES": "8388608"}
-    found = json.loads(run_module("--json", **environment))
+    found = json.loads(printed_by("--json", **environment))
     assert found["switches"]["check_mode"] is True
     assert found["switches"]["progress"] is True
     assert found["limits"]["staging_limit_bytes"] == 8388608
-    lines = run_module(TDCOPIER_PROGRESS="0", **environment).splitlines()
+    lines = printed_by(TDCOPIER_PROGRESS="0", **environment).splitlines()
     assert "  check mode                    on" in lines
     assert "  progress                      off" in lines
     assert "  staging limit      8 MiB (8,388,608 bytes)" in lines
@@ -323,7 +314,7 @@ def test_the_command_prints_what_the_environment_set_as_text_and_as_json():
 
 @pytest.mark.sim
 def test_without_any_device_it_says_what_is_missing():
-    found = json.loads(run_module("--json", CUDA_VISIBLE_DEVICES=""))
+    found = json.loads(printed_by("--json", CUDA_VISIBLE_DEVICES=""))
     assert found["devices"] == []
     assert found["missing_devices"]["sim"] == "not enabled (tdcopier.sim.enable)"
     assert found["missing_devices"]["cuda"]

@@ -192,20 +192,35 @@ def run_python(code: str, timeout_s: float = 120, **environment: str) -> str:
     Torch is imported already, unless the program is given variables that Python or torch may have
     read by then, or a library is loaded first (a sanitizer does not follow a fork).
     """
-    code, variables = textwrap.dedent(code), {**os.environ, **environment}
+    done = _run(textwrap.dedent(code), timeout_s, environment)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def run_module(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``python -W error -m`` with this module, in a process as for `run_python`."""
+    code = f"""
+import runpy, sys
+sys.argv[:] = {["", *arguments]!r}
+runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
+"""
+    return _run(code, 100, environment)
+
+
+def _run(
+    code: str, timeout_s: float, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, **environment}
     read_later = all(
         name.startswith("TDCOPIER_") or name == "CUDA_VISIBLE_DEVICES" for name in environment
     )
     if read_later and "LD_PRELOAD" not in variables:
-        done = run_forked(code, timeout_s, variables)
-    else:
-        done = subprocess.run(
-            [sys.executable, "-X", "faulthandler", "-W", "error", "-c", code],
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+        return run_forked(code, timeout_s, variables)
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-W", "error", "-c", code],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
