@@ -65,6 +65,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load("copies.host_loads"), "KINDS", {})
     monkeypatch.setattr(load("copies.timed"), "OTHER_BYTES", 8)
     monkeypatch.setattr(load("copies.containers"), "LEAVES", (10, 100, 1000))
+    monkeypatch.setattr(load("park.snapshots"), "STATE", load("park.snapshots").STATE[:100])
+    monkeypatch.setattr(load("trainers.starts"), "STEPS", 4)
     monkeypatch.setitem(WORKLOADS, "detection_batch_with_images", WORKLOADS["detection_batch"])
     if importlib.util.find_spec("tensordict"):
         batches = load("copies.td_batches")
@@ -109,7 +111,7 @@ def test_a_benchmark_runs_with_right_values_and_the_keys_of_the_committed_result
     if why := run.lacking(name, torch.device("sim:0")):
         pytest.skip(why)
     threads = torch.get_num_threads()
-    asked = ["--device", "sim", "--quick", "--repeats", "4", "--only", name]
+    asked = ["--device", "sim", "--quick", "--only", name]
     assert run.main([*asked, "--workloads", "detection_batch", "--out", str(tmp_path)]) == 0
     assert torch.get_num_threads() == threads
     printed = capsys.readouterr().out
