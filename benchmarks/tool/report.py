@@ -231,7 +231,7 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _trainer_sentence(found: Mapping[str, Any]) -> str:
-    """Return what a step of a real trainer costs, over one on batches that are there already."""
+    """Return what a step of a real trainer costs, over one whose batch is on the device."""
     over = _over_resident(found)
     return (
         f"In a real trainer ({found['what']}, {found['bytes'] / 1e6:.0f} MB a batch, a "
