@@ -129,7 +129,7 @@ def test_a_parcel_from_read_only_bytes_gives_leaves_that_may_be_written():
     assert whole == bytes(pack(tree_of(2)))
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_parcels_cross_processes_by_queues_whatever_their_size(method):
     context = multiprocessing.get_context(method)
     there, back = context.Queue(), context.Queue()
