@@ -31,6 +31,7 @@ DTYPES = [
     *("float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16", "uint32", "uint64"),
     *("float8_e8m0fnu", "float4_e2m1fn_x2"),
     *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+    "bcomplex32",  # from torch 2.14 on
 ]
 
 
@@ -265,7 +266,7 @@ class Boxes:
     name: str
 
 
-PACKABLE = [getattr(torch, name) for name in DTYPES]
+PACKABLE = [getattr(torch, name) for name in DTYPES if hasattr(torch, name)]
 COMPARABLE = [each for each in PACKABLE if "bits" not in str(each)]
 
 

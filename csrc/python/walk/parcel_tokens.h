@@ -3,6 +3,7 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
+#include <torch/version.h>
 
 #include <array>
 #include <cstdint>
@@ -65,6 +66,9 @@ inline constexpr std::array kParcelDtypes = {
     c10::ScalarType::Bits4x2,
     c10::ScalarType::Bits8,
     c10::ScalarType::Bits16,
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+    c10::ScalarType::BComplex32,  // an older torch refuses it as unknown
+#endif
 };
 
 }  // namespace tdcopier
