@@ -12,7 +12,7 @@ import torch
 from parcel_parts import joined
 from play_parcels import KINDS, MUTATIONS, judge, limited_memory, play, play_seeds
 
-from tdcopier import Parcel
+from tdcopier import Parcel, pack
 
 # A longer run: TDCOPIER_TEST_PARCELS=100000 make test-py, or
 # python tests/support/play_parcels.py --mutations 1000000 --jobs 2.
@@ -74,3 +74,14 @@ def test_memory_that_the_bytes_do_not_pay_for_is_seen(monkeypatch):
 def test_a_layout_that_is_taken_apart_is_the_same_when_it_is_put_together():
     for layout in play_parcels.layouts().values():
         assert parcel_parts.Layout.read(layout.written()) == layout
+
+
+def test_an_unsound_tensordict_is_wrong_where_no_pickle_is_permitted(monkeypatch):
+    made = KINDS["TensorDict"]()
+    assert play_parcels.is_sound(made)
+    made._tensordict["x"] = torch.ones(3, 3)
+    assert not play_parcels.is_sound(made)
+    monkeypatch.setattr(play_parcels, "is_sound", lambda _: False)
+    with pytest.raises(AssertionError):
+        judge(bytes(pack(KINDS["TensorDict"]())))
+    assert judge(bytes(pack(KINDS["tensorclass"]()))) is None  # its batch size is pickled
