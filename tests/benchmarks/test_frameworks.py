@@ -26,4 +26,4 @@ def test_the_loaders_of_frameworks_give_the_same_batches_packed(sim, monkeypatch
     assert found["wrong"] == dict.fromkeys(["resident", *frameworks.OF_FRAMEWORKS], 0)
     over = found["over"]["transformers"]["transformers_packed"]
     assert over["ratio"] > 0
-    assert len(list(frameworks.speed_targets(result))) == 3
+    assert len(list(frameworks.speed_targets(result))) == 2 * 3

@@ -232,9 +232,12 @@ def test_the_same_plot_is_the_same_text() -> None:
 
 def test_the_ways_of_loaders_are_those_of_the_results() -> None:
     text = report.ways_of_loaders(report.load(report.RESULTS))
-    assert text.count("| `resident` |") == 6 + 2
-    assert text.count("`accelerate_packed`") == 2
-    assert text.count("`prefetch`") == 6 + 4
+    trainers, of_frameworks = (
+        len(RESULTS[name]["trainers"]) for name in ("trainers", "frameworks")
+    )
+    assert text.count("| `resident` |") == trainers + of_frameworks
+    assert text.count("`accelerate_packed`") == of_frameworks
+    assert text.count("`prefetch`") == trainers + len(RESULTS["reading"]["cases"])
     assert "1.00 (1.00 - 1.00)" in text
     assert report.ways_of_loaders([]).strip() == ""
 
