@@ -9,8 +9,8 @@ SHELL := /bin/bash
 SYSTEM_PYTHON ?= python3
 HAS_TORCH := $(shell $(SYSTEM_PYTHON) -c 'import importlib.util as u; print(int(u.find_spec("torch") is not None))' 2>/dev/null)
 JOBS ?= $(shell nproc)
-# Processes that share the Python tests, one more than processors, since some tests wait; 0 runs them
-# in this one, for a debugger.
+# Processes that share the Python tests, one more than processors, since some tests wait; with 0 a
+# single process runs them all, for a debugger.
 TEST_PROCESSES ?= $(shell expr $(JOBS) + 1)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Bytecode is kept, whatever the environment says: without it, each process compiles the tests anew,
@@ -84,7 +84,7 @@ bench: build $(HAS)test
 	FAIL_WITHOUT_CUDA=1 $(RUN) $(PY) benchmarks/run.py
 
 # Tests the layer without torch three times: under the address and undefined-behaviour sanitizers,
-# under the thread sanitizer, and as it is shipped, with the library of the real build.
+# those with threads under the thread sanitizer, and as it is shipped, with the library of the real build.
 SANITIZED := address,undefined thread none
 test-cpp: build
 	@set -e; for kind in $(SANITIZED); do \

@@ -65,10 +65,15 @@ def machine_line(result: dict[str, Any]) -> str:
         parts.append(f"driver {machine['driver']}")
     parts.append(f"{machine['logical_cpus']} logical CPUs ({machine['cpu'] or 'unknown'})")
     parts.append(f"torch {machine['torch']}, Python {machine['python']}")
-    # Omits the commit if the working tree had other changes.
-    commit = None if machine.get("git_dirty") else machine.get("git_commit")
-    parts.append(f"tdcopier {machine['tdcopier']}" + (f" at {commit[:10]}" if commit else ""))
+    parts.append(f"tdcopier {machine['tdcopier']}{_at_commit(result)}")
     return ", ".join(parts) + f"; {result['taken']}."
+
+
+def _at_commit(result: dict[str, Any]) -> str:
+    """Return " at" and the commit; nothing if it is not known, or had other changes."""
+    machine = result["machine"]
+    commit = None if machine.get("git_dirty") else machine.get("git_commit")
+    return f" at {commit[:10]}" if commit else ""
 
 
 def targets_table(result: dict[str, Any]) -> str:
@@ -202,7 +207,7 @@ def _multiple(ratio: float | None) -> str:
 
 
 def readme_part(results: Sequence[dict[str, Any]]) -> str:
-    """Return the text between the marks in README.md: a sentence, a table and the machine.
+    """Return the text between the marks in README.md: sentences, a table and the machine.
 
     Raises:
         KeyError: There is no result of the copies, or of cold caches, the training loop or the
@@ -214,15 +219,16 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
     named = {result["name"]: result for result in results if result["machine"]["slug"] == slug}
     cold, loop, trainers = named["cold"], named["loop"], named["trainers"]
     busy = cold["beside"][BUSY]["detection batch"]
-    ratios = loop["loops"][HEADLINE_WORKLOAD]["ratios"]
+    steps = {w: t["median_us"] for w, t in loop["loops"][HEADLINE_WORKLOAD]["step"].items()}
     text = (
-        f"{_trainer_sentence(trainers['trainers'][HEADLINE_TRAINER])}\n\n"
+        f"{_trainer_sentences(trainers['trainers'])}\n\n"
         f"A batch of {leaves_and_bytes(busy)}, as a detection dataset has them, reaches an "
         f"{h2d['machine']['gpu']} in **{_ms(busy['contenders'][OURS]['median_us'])} ms** on a busy "
         f"host (cold caches, beside {BUSY}); with `.to()` per leaf it takes "
         f"{busy['ratios'][PER_LEAF]:.0f} times as long.\n"
-        f"A training step on it takes {ratios[OURS]:.2f} times as long as one on a batch that is "
-        f"on the GPU already; with `.to()` per leaf, {ratios[PER_LEAF]:.1f} times."
+        f"A training step on it takes {steps[OURS] / steps[RESIDENT]:.2f} times as long as one "
+        f"on a batch that is on the GPU already; with `.to()` per leaf, "
+        f"{steps[PER_LEAF] / steps[RESIDENT]:.1f} times."
     )
     others = {"cold and busy": cold, "training steps": loop, "the trainer": trainers}
     source = "Medians; the files in `benchmarks/results` have quartiles and all ways."
@@ -230,27 +236,36 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
     return f"{text}\n\n{_readme_table(cold, h2d, loop)}\n\n{lines}"
 
 
-def _trainer_sentence(found: Mapping[str, Any]) -> str:
-    """Return what a step of a real trainer costs, over one whose batch is on the device."""
-    over = _over_resident(found)
+def _trainer_sentences(trainers: Mapping[str, Any]) -> str:
+    """Return what a step costs over one on the device already, of one trainer and of all."""
+    found = trainers[HEADLINE_TRAINER]
+
+    def of(way: str) -> str:
+        over = _over_resident(found)[way]
+        return f"{over['ratio']:.2f} ({over['low']:.2f} to {over['high']:.2f})"
+
+    def of_all(way: str) -> str:
+        ratios = [_over_resident(each)[way]["ratio"] for each in trainers.values()]
+        return f"{min(ratios):.2f} to {max(ratios):.3g}"
+
     return (
         f"In a real trainer ({found['what']}, {found['bytes'] / 1e6:.0f} MB a batch, a "
         f"`DataLoader` with {found['workers']} workers), a step with `tdcopier.prefetch(loader, "
-        f'"cuda")` takes **{over[ways.OURS]["ratio"]:.2f}** times as long as on batches that are '
-        f"on the GPU already, and with `pin_memory=True` {over[ways.PINNED]['ratio']:.2f} times "
-        f"(medians of {found['rounds']} rounds)."
+        f'"cuda")` takes **{of(ways.OURS)}** times as long as on batches that are on the GPU '
+        f"already, and with `pin_memory=True` {of(ways.PINNED)} times (medians and intervals of "
+        f"{found['rounds']} rounds). In all {len(trainers)} loops of the benchmark these are "
+        f"{of_all(ways.OURS)} and {of_all(ways.PINNED)}."
     )
 
 
 def _other_commits(first: dict[str, Any], others: Mapping[str, dict[str, Any]]) -> str:
     """Return a sentence on the results that were not taken at the commit of the first one."""
-    commit_of = first["machine"].get("git_commit")
     parts = [
-        f"{what} at {str(result['machine'].get('git_commit'))[:10]}, {result['taken'][:10]}"
+        f"{what}{_at_commit(result)}, {result['taken'][:10]}"
         for what, result in others.items()
-        if result["machine"].get("git_commit") != commit_of
+        if not _at_commit(result) or _at_commit(result) != _at_commit(first)
     ]
-    return f"Of other runs: {'; '.join(parts)}. " if parts else ""
+    return f"Of other commits: {'; '.join(parts)}. " if parts else ""
 
 
 def _readme_table(cold: dict[str, Any], h2d: dict[str, Any], loop: dict[str, Any]) -> str:

@@ -15,6 +15,8 @@ import torch
 from tool.measure import Bench
 from tool.target_forms import Target, at_most, count_wrong, none
 
+import tdcopier
+from tdcopier import _C
 from trainers import paired, starts, threads, ways
 from trainers.batches import leaves_of
 from trainers.rounds import Block, Runner, clocks_of_workers, rounds, wrong_of
@@ -86,12 +88,13 @@ def run_with(device: torch.device, options: Options, progress: Progress) -> dict
     raise_limit_of_files()
     found, left_out = {}, {}
     share_s = 60.0 * options.minutes / len(options.trainers)
-    for name in options.trainers:
-        if missing := TRAINERS[name].missing():
-            left_out[name] = f"not installed: {', '.join(missing)}"
-            print(f"{name} is left out; {left_out[name]}", file=sys.stderr)
-            continue
-        found[name] = _measured(name, device, options, progress, time.monotonic() + share_s)
+    with _slabs_for(len(options.ways)):
+        for name in options.trainers:
+            if missing := TRAINERS[name].missing():
+                left_out[name] = f"not installed: {', '.join(missing)}"
+                print(f"{name} is left out; {left_out[name]}", file=sys.stderr)
+                continue
+            found[name] = _measured(name, device, options, progress, time.monotonic() + share_s)
     return {
         "what": "Training loops: time of a step, by how a loader's batches get to the device",
         "settings": {
@@ -102,7 +105,7 @@ def run_with(device: torch.device, options: Options, progress: Progress) -> dict
             "ratio": "of the mean steps of two blocks of a round; the median over the rounds",
             "collector": "on",
             "learning rate": "0, so that the work of a step stays equal",
-            "interval": f"95 %, {paired.RESAMPLES} resamples of the rounds",
+            "interval": f"95 % (94 with 5 rounds), {paired.RESAMPLES} resamples of the rounds",
             "rounds at most": options.rounds,
             "minutes": options.minutes,
             "small": options.small,
@@ -110,6 +113,17 @@ def run_with(device: torch.device, options: Options, progress: Progress) -> dict
         "trainers": found,
         "left_out": left_out,
     }
+
+
+@contextmanager
+def _slabs_for(loaders: int) -> Iterator[None]:
+    """Let each of several loaders pin what the only one of a process may."""
+    limit_bytes = _C.slab_limit_bytes()
+    tdcopier.limits.set_slab_bytes(loaders * limit_bytes)
+    try:
+        yield
+    finally:
+        tdcopier.limits.set_slab_bytes(limit_bytes)
 
 
 def value_targets(result: dict[str, Any]) -> Iterator[Target]:

@@ -131,7 +131,7 @@ WAYS: dict[str, Way] = {
 depth=4))`` or ``"prefetch_in_loop": Way(partial(_prefetch, threaded=False))``. In a floor
 the workers do all their work, with torch's leaves or packed, and nothing is copied."""
 COMPARED = (RESIDENT, FLOOR, LOADER, PINNED, OURS)
-"""Those of a run of all benchmarks."""
+"""Those of a run of all benchmarks. The others check it: two pinned loops give the noise."""
 DEFAULT = (*COMPARED, FLOOR_PACKED, OURS_PINNED, PINNED_AGAIN)
 """Those of a run of the trainers alone."""
 

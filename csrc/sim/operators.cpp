@@ -1,4 +1,4 @@
-// Factories, views, storages and copies. All others run on the host: operators_on_host.h.
+// Factories, views, storages and copies. Most others run on the host: operators_on_host.h.
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>

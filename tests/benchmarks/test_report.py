@@ -152,11 +152,14 @@ def test_the_readme_names_the_commits_of_its_results() -> None:
     results = [a_copy(name) for name in ("h2d", "cold", "loop", "trainers")]
     for result in results:
         result["machine"]["git_commit"] = "a" * 40
-    assert "Of other runs" not in report.readme_part(results)
+    assert "Of other commits" not in report.readme_part(results)
     results[2]["machine"]["git_commit"] = "b" * 40
     results[2]["taken"] = "2026-11-26 03:14 UTC"
     part = report.readme_part(results)
-    assert "Of other runs: training steps at bbbbbbbbbb, 2026-11-26. Medians" in part
+    assert "Of other commits: training steps at bbbbbbbbbb, 2026-11-26. Medians" in part
+    results[2]["machine"]["git_dirty"] = True
+    part = report.readme_part(results)
+    assert "Of other commits: training steps, 2026-11-26. Medians" in part
 
 
 def test_the_readme_has_the_figures_of_the_committed_results() -> None:
@@ -232,6 +235,7 @@ def test_the_same_plot_is_the_same_text() -> None:
 
 def test_the_ways_of_loaders_are_those_of_the_results() -> None:
     text = report.ways_of_loaders(report.load(report.RESULTS))
+    assert RESULTS["trainers"]["left_out"] == RESULTS["frameworks"]["left_out"] == {}
     trainers, of_frameworks = (
         len(RESULTS[name]["trainers"]) for name in ("trainers", "frameworks")
     )

@@ -63,6 +63,12 @@ def test_every_byte_short_is_refused():
         pytest.param([0, *[255] * 8, 127], id="more pieces of memory than bytes"),
         pytest.param([0, 1, 200, 1, 9, 10], id="more memory than the parcel has"),
         pytest.param([0, 0, 7, 99, 0], id="unknown dtype"),
+        pytest.param([0, 0, 7, 28, 0], id="dtype after the last"),
+        pytest.param(
+            [0, 0, 7, 27, 0],
+            id="dtype of torch 2.14",
+            marks=pytest.mark.skipif(hasattr(torch, "bcomplex32"), reason="this torch has it"),
+        ),
         pytest.param([0, 0, 7, 6, 65, *[1] * 65], id="too many dimensions"),
         pytest.param([0, 0, 7, 6, 3, *[255, 255, 255, 127] * 3], id="product beyond 64 bits"),
         pytest.param([0, 0, 8, 6, 2, 2, 2, 2, 2], id="strides beyond its bytes"),

@@ -167,7 +167,8 @@ def test_a_dropped_handle_that_cannot_resume_keeps_the_values_for_the_next_call(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_state_that_cannot_be_resumed_does_not_keep_another_from_being_parked(sim):
-    sim.set_memory_limit_bytes("sim", 8 << 20)
+    torch.sim.empty_cache()
+    sim.set_memory_limit_bytes("sim", torch.sim.memory_reserved() + (8 << 20))
     try:
         lost = torch.full((1 << 20,), 3.0, device="sim")
         handle = tdcopier.park([lost])

@@ -1,7 +1,8 @@
-"""The pages on supported batches and on tests agree with the catalogues."""
+"""The pages on supported batches, tests and wheels agree with what they tell of."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,3 +144,22 @@ def test_the_page_on_tests_names_broken_engines_that_exist():
     known = [(defect.promise, name.replace("_", " ")) for name, defect in DEFECTS.items()]
     for promise, name, _ in table[1:]:
         assert (promise, name) in known
+
+
+def test_the_readme_names_the_pairs_whose_wheels_were_tested():
+    pairs = {
+        tuple(re.findall(r"\d+\.\d+", pair)[:2])
+        for pair in json.loads((DOCS / "design/wheels.json").read_text())
+    }
+
+    def span(versions):
+        ordered = sorted(versions, key=lambda version: [*map(int, version.split("."))])
+        return f"{ordered[0]} to {ordered[-1]}", ordered[-1]
+
+    pythons, _ = span({python for python, _ in pairs})
+    torches, newest = span({torch for _, torch in pairs})
+    oldest = pythons.split()[0]
+    _, last = span({torch for python, torch in pairs if python == oldest})
+    assert last != newest, "then the README need not tell that Python apart"
+    told = f"Python {pythons} and torch {torches} (Python {oldest}: up to {last})"
+    assert told in (DOCS.parent / "README.md").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,13 @@ import tdcopier
 from tdcopier import _C
 from tdcopier._commands import info_facts as _info
 from tdcopier._commands.info import as_text, main
+
+
+def test_a_shell_starts_the_command():
+    # Other tests run it in a process forked from one with more modules, which it might lack here.
+    command = [sys.executable, "-W", "error", "-m", "tdcopier", "info", "--json"]
+    found = json.loads(subprocess.check_output(command))
+    assert found["versions"] == tdcopier.info()["versions"]
 
 
 def printed_by(*arguments: str, **environment: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import run_python
+from support import run_module, run_python
 
 import tdcopier
 
@@ -200,9 +200,7 @@ def test_the_controls_of_the_simulation_tell_their_state(sim):
 
 
 def test_the_command_tells_the_version():
-    # In an interpreter of its own, as a shell starts it; the other commands run in forked ones.
-    told = subprocess.check_output([sys.executable, "-m", "tdcopier", "--version"], text=True)
-    assert told == f"tdcopier {tdcopier.__version__}\n"
+    assert run_module("tdcopier", "--version").stdout == f"tdcopier {tdcopier.__version__}\n"
 
 
 def test_the_import_loads_little_beside_torch():

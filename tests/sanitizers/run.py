@@ -58,7 +58,8 @@ def library(name: str) -> str:
 # Python has no frame pointers, and a suppressed function may be far up the stack.
 WITH_LEAKS = "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=40"
 WITHOUT_LEAKS = "detect_leaks=0"
-# Tests that limit the memory expect an error, as without a sanitizer.
+# In tests that limit the memory, malloc returns null, as without a sanitizer. Operator new still
+# ends the process.
 MAY_FAIL = "allocator_may_return_null=1"
 OF_TESTS = f"{WITHOUT_LEAKS}:{MAY_FAIL}"
 

@@ -108,7 +108,7 @@ def test_after_a_deadlock_the_program_goes_on(sim):
 
 @pytest.mark.parametrize("elements", [10, 1 << 20], ids=["inline", "background"])
 def test_get_of_a_copy_that_cannot_end_is_a_deadlock(sim, copy_stream, elements):
-    # If other threads use the device, too, it waits for this time before it knows.
+    # If other threads have used the device, the schedule waits so long before it reports that.
     with sim.schedule(3, timeout_s=5), sim.hold(copy_stream):
         handle = tdcopier.start_copy([torch.ones(elements)], "sim:0")
         with pytest.raises(sim.DeadlockError, match="is held before operation"):

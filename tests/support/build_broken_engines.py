@@ -2,7 +2,8 @@
 
 ``build()`` makes a test build of the engine, apart from the real one. It holds a broken variant of
 each piece of code in ``defects_of_*.py``; the environment variable ``TDCOPIER_DEFECT`` selects
-one. The engine's own source knows nothing of this.
+one. The engine's own source knows nothing of this. With `--base`, the program prints where the real
+build has the layer without torch, which the C++ tests use, too.
 """
 
 from __future__ import annotations
@@ -62,15 +63,17 @@ def broken_sources() -> dict[Path, str]:
 
 def base_library() -> Path:
     """Returns the layer without torch as the real build has compiled it: no defect is in it."""
-    if any(defect.file.startswith("base/") for defect in DEFECTS.values()):
-        raise LookupError("a defect is in csrc/base: build() must compile that too")
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    (library,) = (ROOT / "build").glob(f"{tag}-{tag}-*/csrc/base/libtdcopier_base.a")
-    return library
+    found = [*(ROOT / "build").glob(f"{tag}-{tag}-*/csrc/base/libtdcopier_base.a")]
+    if len(found) != 1:
+        raise SystemExit(f"{len(found)} builds for {tag} are in {ROOT}/build: run `make build`")
+    return found[0]
 
 
 def build() -> None:
     """Makes the test build, or brings it up to date. Requires that the real one is up to date."""
+    if any(defect.file.startswith("base/") for defect in DEFECTS.values()):
+        raise LookupError("a defect is in csrc/base, which is taken from the real build")
     source = BUILD / "source"
     changed = broken_sources()
     wanted = subprocess.run(

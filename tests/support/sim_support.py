@@ -23,6 +23,7 @@ from tdcopier.sim import Gate, Hazard, HazardError
 LONGEST_TEST_S = float(os.environ.get("TDCOPIER_TEST_LONGEST_S", "110"))
 
 BRIEFLY = 0.03
+"""Within this, a thread that must wait would have gone on, also on a busy machine."""
 
 
 @pytest.fixture(autouse=True)

@@ -69,6 +69,7 @@ inline constexpr std::array kParcelDtypes = {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
     c10::ScalarType::BComplex32,  // an older torch refuses it as unknown
 #endif
+    // Codes are places: the next dtype comes after this one, which an older torch has to leave out.
 };
 
 }  // namespace tdcopier
