@@ -9,9 +9,9 @@ SHELL := /bin/bash
 SYSTEM_PYTHON ?= python3
 HAS_TORCH := $(shell $(SYSTEM_PYTHON) -c 'import importlib.util as u; print(int(u.find_spec("torch") is not None))' 2>/dev/null)
 JOBS ?= $(shell nproc)
-# Processes that share the Python tests, one more than processors, since some tests wait; with 0 a
+# Processes that share the Python tests, two more than processors, since some tests wait; with 0 a
 # single process runs them all, for a debugger.
-TEST_PROCESSES ?= $(shell expr $(JOBS) + 1)
+TEST_PROCESSES ?= $(shell expr $(JOBS) + 2)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Bytecode is kept, whatever the environment says: without it, each process compiles the tests anew,
 # and pytest rewrites their assertions.
@@ -88,7 +88,7 @@ bench: build $(HAS)test
 SANITIZED := address,undefined thread none
 test-cpp: build
 	@set -e; for kind in $(SANITIZED); do \
-	  flags="$$kind"; level=-O1; library=; \
+	  flags="$$kind"; level=-Og; library=; \
 	  [ "$$kind" != none ] || { flags=; level="-O2 -DNDEBUG"; \
 	    library=$$($(RUN) $(PY) tests/support/build_broken_engines.py --base); }; \
 	  $(RUN) cmake -S . -B build/cpp-$$kind -G Ninja -DTDCOPIER_CPP_TESTS=ON -DTDCOPIER_WERROR=ON \
@@ -129,6 +129,7 @@ format: $(HAS)lint
 
 docs: build $(HAS)test $(HAS)docs
 	$(RUN) $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+	$(RUN) $(PY) -m pytest -q docs/test_api_page.py
 
 # A wheel in dist/ for the Python and the torch that are installed.
 wheel: $(HAS)build

@@ -12,9 +12,7 @@ import pytest
 
 import tdcopier
 
-pytest.importorskip("sphinx", exc_type=ImportError)
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parent
 CONF = """
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "api_page"]
 default_role = "py:obj"
