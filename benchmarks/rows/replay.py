@@ -25,7 +25,7 @@ import tdcopier
 from rows.storages import ROW, Replay, Storage, drawn, pinned_like, rows_of, with_each
 
 STEP_MS = 4.0  # duration of a step of the learner with large kernels
-ROUNDS_PER_REPEAT = 0.04
+ROUNDS_PER_REPEAT = 0.02
 INDICES = 32  # batches whose rows are drawn beforehand
 WANTED = 1.03
 TORCHRL = {
