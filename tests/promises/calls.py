@@ -324,3 +324,9 @@ def work_of(
             n_rows = len(ROWS)
             leaves = [leaf[: len(leaf) // n_rows * n_rows].view(n_rows, -1) for leaf in leaves]
     return Work(row, device, leaves)
+
+
+def works_at_once(make: Callable[[], Work], count: int) -> list[Work]:
+    """Prepares works whose copies may run at once: one again and again, unless it fills a tree."""
+    first = make()
+    return [first, *(make() if first.call.fills else first for _ in range(count - 1))]

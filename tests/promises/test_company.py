@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import CALLS, calls_for, each_call_that_goes_on, work_of
+from calls import CALLS, calls_for, each_call_that_goes_on, work_of, works_at_once
 from each_case import together
 from fault_support import BUFFER_BYTES, assert_gives_back, in_use
 from filled_leaves import BEYOND_STAGING, LARGE, MANY, PACKED, values_of
@@ -87,7 +87,8 @@ def test_no_other_call_waits_for_the_kernels_for_which_this_one_waits(
     make, device, accelerator, stall, elements
 ):
     """It is made more often than there are workers."""
-    late = make(1, elements)
+    lates = works_at_once(lambda: make(1, elements), _C.default_worker_count() + 1)
+    late = lates[0]
     names = calls_for(accelerator.device_count())
     if (
         elements is BEYOND_STAGING
@@ -115,7 +116,7 @@ def test_no_other_call_waits_for_the_kernels_for_which_this_one_waits(
             late.source if late.call.is_from_device else late.target
         )
         with stall(kernels):
-            handles = [late.start() for _ in range(_C.default_worker_count() + 1)]
+            handles = [each.start() for each in lates]
             with other_streams(device, accelerator):
                 for other in others:
                     beside = other.start()
@@ -123,9 +124,8 @@ def test_no_other_call_waits_for_the_kernels_for_which_this_one_waits(
                     assert values_of(other.arrived(beside.get())) == {2}, other.call
             assert not any(handle.ready() for handle in handles)
             assert not kernels.query()
-    results = (handle.get() for handle in handles)
-    for result in [*results] if late.call.fills else results:  # those fill one tree, all of them
-        assert values_of(late.arrived(result)) == {1}
+    for each, handle in zip(lates, handles, strict=True):
+        assert values_of(each.arrived(handle.get())) == {1}
 
 
 # ---- several threads -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import CALLS, calls_for, each_call_that_goes_on, work_of
+from calls import CALLS, calls_for, each_call_that_goes_on, work_of, works_at_once
 from fault_support import BUFFER_BYTES
 from filled_leaves import BEYOND_STAGING, LARGE, MANY, PACKED, values_of
 from support import run_python
@@ -71,7 +71,8 @@ class Cycle:
 @each_call_that_goes_on()
 def test_a_forked_child_drops_what_it_inherits_and_copies_on_the_host(make, device, accelerator):
     """At the fork copies are under way: workers may hold any lock, and none is in the child."""
-    work, large, many = make(1, PACKED), make(2, LARGE), make(4, MANY)
+    work, many = make(1, PACKED), make(4, MANY)
+    larges = works_at_once(lambda: make(2, LARGE), 5)
 
     def begun() -> list[Any]:
         handle = work.start()
@@ -81,11 +82,11 @@ def test_a_forked_child_drops_what_it_inherits_and_copies_on_the_host(make, devi
         done = work.start()
         done.get()
         leaf = many.start().get()
-        return [handle, result, done, large.start(), work.arrived(leaf)[1][1:]]
+        return [handle, result, done, larges.pop().start(), work.arrived(leaf)[1][1:]]
 
     held = begun()
     Cycle(begun())
-    running = [large.start() for _ in range(3)]
+    running = [large.start() for large in larges]
 
     def drop() -> None:
         held.clear()
@@ -94,7 +95,7 @@ def test_a_forked_child_drops_what_it_inherits_and_copies_on_the_host(make, devi
         copy_on_the_host(device)
 
     assert ends_well(drop)
-    for handle in running:
+    for large, handle in zip(larges, running, strict=True):
         assert values_of(large.arrived(handle.get())) == {2}
     gc.collect()
 
@@ -206,10 +207,10 @@ def test_the_interpreter_exits_cleanly_with_every_call_in_flight(program, device
     run_python(
         program
         + f"""
-works = [work_of(name, {device!r}, 1, size) for name in names for size in ([9], [1 << 20])]
-works = [work for work in works if "held" not in work.call.never]
+names = [name for name in names for _ in range(2) if "held" not in CALLS[name].never]
+works = [work_of(name, {device!r}, 1, size) for size in ([9], [1 << 20]) for name in names]
 holds = [sim.hold(work.writing) for work in works] if {held and device == "sim:0"} else []
-handles = [work.start() for work in works for _ in range(2)][1::2]  # half of them are dropped
+handles = [work.start() for work in works][1::2]  # half of them are dropped
 print(len(handles))
 """
     )
