@@ -9,8 +9,9 @@ from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS), str(DOCS.parent / "benchmarks")]
+sys.path[:0] = [str(DOCS), str(DOCS.parent / "benchmarks"), str(DOCS.parent / "tests/support")]
 
+import play_all  # noqa: E402
 from tool import history, plots, report  # noqa: E402
 
 project = "tdcopier"
@@ -94,6 +95,7 @@ _history = history.load()
 (GENERATED / "ways_of_learners.md").write_text(report.ways_of_learners(_results))
 (GENERATED / "ways_of_torch.md").write_text(report.ways_of_torch(_results))
 (GENERATED / "wheels.md").write_text(wheels_table())
+(GENERATED / "played.md").write_text(play_all.hours_table())
 with (GENERATED / "info.txt").open("wb") as file:
     command = [sys.executable, "-m", "tdcopier", "info"]
     subprocess.run(command, stdout=file, check=True, cwd=GENERATED)
