@@ -304,7 +304,8 @@ def _outcome(use: str, side: Side, rng: Random) -> Any:
     value = rng.choice([side.values[0], side.values[-1], rng.choice(side.values)])
     try:
         made = _used(use, side, value, rng)
-        torch.accelerator.synchronize()  # raises the error of an operation on a device
+        for device in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(device)  # raises the error of an operation there
         return made
     except NameError:
         raise  # in the use itself

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from later_use_programs import ENTRIES, USES, program_of
+from later_use_programs import ENTRIES, USES, Program, difference, program_of
 from play_later_uses import play_seeds
 
 from tdcopier.tensordict import _nodes
@@ -46,3 +46,10 @@ def test_names_that_are_dropped_are_found_and_shrunk_to_the_copy_alone(sim, monk
     )
     with pytest.raises(AssertionError, match=r"^seed \d+: .*names(.|\n)*uses=\(\)\)$"):
         play_seeds(range(200))
+
+
+def test_an_error_of_another_device_belongs_to_the_use_that_caused_it():
+    # Copies back leaves into others of the second device, of dtypes that torch cannot convert.
+    uses = (("write", 441893806), ("remove", 967196462), ("copy back", 373050619))
+    program = Program(("leaves of every dtype",), "alone", "D2D", "copy", "default", False, uses)
+    assert [difference(program, "sim") for _ in range(20)] == [None] * 20
