@@ -115,7 +115,7 @@ def hours_table(record: Path = RECORD) -> str:
         of_it = [line for line in lines if program in (line["program"], "all")]
         hours = sum(line["seconds"] * line["processes"] for line in of_it) / 3600
         wrong = sum(not line["is_right"] for line in of_it)
-        rows.append(f"| {program} | {len(of_it):,} | {hours:.1f} | {wrong} |")
+        rows.append(f"| {program} | {len(of_it):,} | {hours:.2f} | {wrong} |")
     return "\n".join(rows) + "\n"
 
 
