@@ -15,6 +15,8 @@ import pytest
 import torch
 from benchmark_support import load
 
+from tdcopier import _C
+
 benchmark, entry = load("trainers.benchmark"), load("trainers.run")
 batches, paired, rounds = (load(f"trainers.{name}") for name in ("batches", "paired", "rounds"))
 table, threads, ways = (load(f"trainers.{name}") for name in ("table", "threads", "ways"))
@@ -430,3 +432,16 @@ def test_mistakes_in_the_arguments_are_found_before_anything_runs(capsys, asked,
 def test_modules_of_the_folder_do_not_hide_others() -> None:
     assert isinstance(load("run"), ModuleType)
     assert load("run") is not entry
+
+
+def test_each_loader_that_is_open_at_once_may_pin_what_the_only_one_of_a_process_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = []
+    alone = _C.slab_limit_bytes()
+    monkeypatch.setattr(benchmark, "_measured", lambda *_: limits.append(_C.slab_limit_bytes()))
+    three = dict.fromkeys(("a", "b", "c"), benchmark.ways.WAYS[benchmark.ways.OURS])
+    options = benchmark.Options(("loop_few",), three, 1, 1.0)
+    benchmark.run_with(torch.device("cpu"), options, lambda _: iter)
+    assert limits == [3 * alone]
+    assert _C.slab_limit_bytes() == alone

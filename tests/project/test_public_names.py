@@ -200,7 +200,8 @@ def test_the_controls_of_the_simulation_tell_their_state(sim):
 
 
 def test_the_command_tells_the_version():
-    assert run_module("tdcopier", "--version").stdout == f"tdcopier {tdcopier.__version__}\n"
+    told = run_module("tdcopier", "--version")
+    assert (told.returncode, told.stdout) == (0, f"tdcopier {tdcopier.__version__}\n")
 
 
 def test_the_import_loads_little_beside_torch():
