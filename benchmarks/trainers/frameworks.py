@@ -65,6 +65,7 @@ def _transformers(source: Source, is_packed: bool) -> Iterator[Any]:
         report_to="none",
         accelerator_config={"non_blocking": True},
     )
+    arguments._n_gpu = 1  # else its batches are as many times larger as there are GPUs
     trainer = InOrder(
         model=torch.nn.Linear(1, 1),
         args=arguments,

@@ -1,6 +1,6 @@
 """Two ranks of a group, this process and another one, which time the same ways at once.
 
-Python's collector is off in each block, in both.
+Python's collector is off in each block, in both: each has collected before either begins.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ class Other:
             list(end.ways), bench.progress(name), rounds=bench.rounds(0.05), warm_up=WARM_UP
         ):
             self._pipe.send(way)
-            assert self._pipe.recv() == "ready"
             count = end.batches_of(way)
-            with collector_paused(True):
+            with collector_paused():
+                assert self._pipe.recv() == "ready"
+                self._pipe.send("go")
                 begin, used = time.perf_counter_ns(), time.process_time_ns()
                 end.ways[way](count)
                 self._synchronise()
@@ -130,8 +131,9 @@ def _serve(pipe: Any, port: int, backend: str, make_end: MakeEnd) -> None:
 
 def _serve_case(pipe: Any, end: End, synchronise: Callable[[], None]) -> None:
     while (way := pipe.recv()) is not None:
-        pipe.send("ready")
-        with collector_paused(True):
+        with collector_paused():
+            pipe.send("ready")
+            assert pipe.recv() == "go"
             used, begin = time.process_time_ns(), time.perf_counter_ns()
             end.ways[way](end.batches_of(way))
             calls = time.perf_counter_ns() - begin
