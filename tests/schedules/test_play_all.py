@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,13 +66,22 @@ def test_no_turn_begins_after_its_time(monkeypatch):
     assert [seed for _, seed in play_all.turns_until(3.0, 7)] == [7, 1_000_007]
 
 
-def test_a_program_that_hangs_is_wrong(tmp_path, monkeypatch):
-    (tmp_path / "play_slow.py").write_text("import time; print('5', flush=True); time.sleep(60)")
+STARTS_ANOTHER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", "import time; print('5', flush=True); time.sleep(60)"])
+"""
+
+
+def test_a_program_that_hangs_is_wrong_and_ends_with_what_it_started(tmp_path, monkeypatch):
+    (tmp_path / "play_slow.py").write_text(STARTS_ANOTHER)
     monkeypatch.setattr(play_all, "HERE", tmp_path)
     monkeypatch.setattr(play_all, "MOST_S", 0.5)
+    began = time.monotonic()
     told, found = play_all.play(Turn("slow", ()), 1)
+    assert time.monotonic() - began < 30
     assert not told["is_right"]
     assert "hangs" in found
+    assert not play_all.RUNNING
 
 
 def test_the_committed_record_is_right_and_its_programs_are_there():

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import importlib.util
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -55,6 +57,15 @@ TURNS = (
 )
 
 
+RUNNING: set[subprocess.Popen[str]] = set()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ends a program, and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def is_here(package: str | None) -> bool:
     return package is None or bool(importlib.util.find_spec(package)) or OLDEST.exists()
 
@@ -69,14 +80,24 @@ def play(turn: Turn, seed: int) -> tuple[dict[str, object], str]:
     arguments = [*turn.arguments, *((turn.seed, str(seed)) if turn.seed else ())]
     command = [sys.executable, str(HERE / f"play_{turn.program}.py"), *arguments]
     began = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # what it starts ends with it
+    )
+    RUNNING.add(process)
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=MOST_S, check=False
-        )
-        code, printed, errors = done.returncode, done.stdout, done.stderr
-    except subprocess.TimeoutExpired as hung:
+        printed, errors = process.communicate(timeout=MOST_S)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        end(process)
+        printed, _ = process.communicate()
         code, errors = -1, f"hangs for {MOST_S:.0f} s"
-        printed = (hung.stdout or b"").decode(errors="replace")
+    finally:
+        RUNNING.discard(process)
     told = {
         "program": turn.program,
         "arguments": arguments,
@@ -140,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return
             told, found = play(turn, seed)
             if is_interrupted.is_set():
-                return  # Ctrl-C ends the programs, too
+                return
             with lock, options.record.open("a") as record:
                 record.write(json.dumps(told) + "\n")
                 print(f"{turn.program}, {told['seconds']} s: {told['printed']}", flush=True)
@@ -153,6 +174,8 @@ def main(arguments: list[str] | None = None) -> int:
                 player.result()
         except KeyboardInterrupt:
             is_interrupted.set()
+            for process in [*RUNNING]:
+                end(process)
     print(*wrong, sep="\n")
     return bool(wrong)
 
