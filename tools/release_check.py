@@ -10,6 +10,8 @@ import argparse
 import re
 import subprocess
 import sys
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +50,21 @@ def dead_links(page: Path) -> list[str]:
     ]
 
 
+def pairs_without_modules(wheels: Sequence[Path]) -> list[str]:
+    """Returns the supported pairs of Python and torch for which no wheel has modules."""
+    found: dict[str, str] = {}
+    for wheel in wheels:
+        if zipfile.is_zipfile(wheel):
+            python = re.search(r"-cp3(\d+)-", wheel.name)
+            found[f"3.{python[1]}" if python else ""] = "\n".join(zipfile.ZipFile(wheel).namelist())
+    wanted = re.findall(r"Python (3\.\d+), torch (\d+\.\d+)", read("docs/design/wheels.json"))
+    return [
+        f"{python} with {torch}"
+        for python, torch in wanted
+        if f"/for_torch_{torch}/_C." not in found.get(python, "")
+    ]
+
+
 def git(*arguments: str) -> str:
     return subprocess.check_output(["git", "-C", str(ROOT), *arguments], text=True).strip()
 
@@ -71,8 +88,8 @@ def missing() -> list[str]:
         found += [f"{page.name} links to {each}, which is not there." for each in dead_links(page)]
     wheels = list(DIST.glob(f"tdcopier-{stated}-*.whl"))
     sources = list(DIST.glob(f"tdcopier-{stated}.tar.gz"))
-    if not wheels:
-        found.append(f"dist has no wheel of {stated}: `make wheels`.")
+    if pairs := pairs_without_modules(wheels):
+        found.append(f"dist has no wheel of {stated} for Python {', '.join(pairs)}: `make wheels`.")
     found += [
         f"{wheel.name} is not for all of Linux: `make wheels` names the oldest C library."
         for wheel in wheels

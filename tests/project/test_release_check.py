@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import pytest
 import tdcopier
 
 ROOT = Path(__file__).resolve().parents[2]
+PAIRS = (("3.10", "2.11"), ("3.10", "2.15"), ("3.11", "2.11"), ("3.11", "2.15"), ("3.12", "2.11"))
 
 
 @pytest.fixture
@@ -68,8 +70,19 @@ def test_everything_that_is_missing_is_told(release_check, monkeypatch, tmp_path
     (tmp_path / "tdcopier-9.9.9-cp311-cp311-linux_x86_64.whl").touch()
     found = " ".join(release_check.missing())
     assert "not for all of Linux" in found
-    assert "no wheel" not in found
     assert "twine" in found  # it refuses an empty file, or is not installed
+
+
+def test_pairs_without_modules_are_told(release_check, monkeypatch, tmp_path):
+    for python, torches in {"310": ("2.11", "2.15"), "311": ("2.11",)}.items():
+        name = f"tdcopier-0.1.0-cp{python}-cp{python}-manylinux_2_35_x86_64.whl"
+        with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+            for torch in torches:
+                wheel.writestr(f"tdcopier/for_torch_{torch}/_C.cpython-{python}.so", "")
+    names = [f"Python {python}, torch {torch}.0" for python, torch in PAIRS]
+    monkeypatch.setattr(release_check, "read", lambda _: str(dict.fromkeys(names)))
+    found = release_check.pairs_without_modules(sorted(tmp_path.glob("*.whl")))
+    assert found == ["3.11 with 2.15", "3.12 with 2.11"]
 
 
 def test_a_tag_at_another_commit_is_told(release_check, monkeypatch):
