@@ -54,10 +54,9 @@ class Way(NamedTuple):
     def _one_ahead(self, sources: Iterator[Any]) -> Iterator[Any]:
         coming = [self.start(next(sources))]
 
-        def batches() -> Iterator[Any]:
-            while True:
-                batch = self.finish(coming.pop())
-                coming.append(self.start(next(sources)))
-                yield batch
+        def next_batch(source: Any) -> Any:
+            batch = self.finish(coming.pop())
+            coming.append(self.start(source))
+            return batch
 
-        return batches()
+        return map(next_batch, sources)  # a generator would keep a batch until it has the next one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from contextlib import contextmanager
 from typing import Any
 
@@ -176,6 +177,16 @@ def test_a_way_feeds_a_loop_from_a_number_on_and_starts_a_copy_ahead() -> None:
     itself = way.Way("it", feed=lambda order: contextlib.nullcontext(order))
     with itself.feeding(range(3), 1) as batches:
         assert list(batches) == [1, 2, 0]
+
+
+def test_a_batch_that_a_loop_drops_is_freed_before_it_gets_the_next() -> None:
+    """Else the time to free it counts as time in the calls that copy."""
+    with way.Way("it", finish=lambda n: torch.full((1,), n)).feeding(range(3)) as batches:
+        batch = next(batches)
+        dropped = weakref.ref(batch)
+        del batch
+        assert dropped() is None
+        assert next(batches) == 1
 
 
 def test_ratios_are_within_a_round_and_relative_to_the_first_way() -> None:
