@@ -218,54 +218,70 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
     slug = h2d["machine"]["slug"]  # the table compares figures of one machine
     named = {result["name"]: result for result in results if result["machine"]["slug"] == slug}
     cold, loop, trainers = named["cold"], named["loop"], named["trainers"]
-    busy = cold["beside"][BUSY]["detection batch"]
+    batch = "detection batch"
+    colds = [cold["copies"]["h2d"][batch], *(each[batch] for each in cold["beside"].values())]
+    us = [each["contenders"][OURS]["median_us"] for each in colds]
+    over = [each["ratios"][PER_LEAF] for each in colds]
     steps = {w: t["median_us"] for w, t in loop["loops"][HEADLINE_WORKLOAD]["step"].items()}
+    all_steps = [each["ratios"][OURS] for each in loop["loops"].values()]
     text = (
         f"{_trainer_sentences(trainers['trainers'])}\n\n"
-        f"A batch of {leaves_and_bytes(busy)}, as a detection dataset has them, reaches an "
-        f"{h2d['machine']['gpu']} in **{_ms(busy['contenders'][OURS]['median_us'])} ms** on a busy "
-        f"host (cold caches, beside {BUSY}); with `.to()` per leaf it takes "
-        f"{busy['ratios'][PER_LEAF]:.0f} times as long.\n"
+        f"A batch of {leaves_and_bytes(colds[0])}, as a detection dataset has them, reaches an "
+        f"{h2d['machine']['gpu']} in **{_ms(min(us))} to {_ms(max(us))} ms** with cold caches "
+        f"(alone, beside {', and beside '.join(cold['beside'])}); with `.to()` per leaf it takes "
+        f"{min(over):.0f} to {max(over):.0f} times as long.\n"
         f"A training step on it takes {steps[OURS] / steps[RESIDENT]:.2f} times as long as one "
-        f"on a batch that is on the GPU already; with `.to()` per leaf, "
+        f"on a batch that is on the GPU already ({min(all_steps):.2f} to {max(all_steps):.2f} in "
+        f"all {len(all_steps)} loops of the benchmark); with `.to()` per leaf, "
         f"{steps[PER_LEAF] / steps[RESIDENT]:.1f} times."
     )
     others = {"cold and busy": cold, "training steps": loop, "the trainer": trainers}
-    source = "Medians; the files in `benchmarks/results` have quartiles and all ways."
-    lines = f"{machine_line(h2d)} {_other_commits(h2d, others)}{source}"
+    source = f"Busy: beside {BUSY}. Medians; `benchmarks/results` has quartiles and all ways."
+    lines = f"{machine_line(h2d)} {_other_runs(h2d, others)}{source}"
     return f"{text}\n\n{_readme_table(cold, h2d, loop)}\n\n{lines}"
 
 
 def _trainer_sentences(trainers: Mapping[str, Any]) -> str:
-    """Return what a step costs over one on the device already, of one trainer and of all."""
+    """Return what a step costs over one on the device already, in one trainer and the others."""
     found = trainers[HEADLINE_TRAINER]
+    others = {
+        name: each
+        for name, each in trainers.items()
+        if name != HEADLINE_TRAINER and not name.startswith("loop_")
+    }
 
     def of(way: str) -> str:
         over = _over_resident(found)[way]
         return f"{over['ratio']:.2f} ({over['low']:.2f} to {over['high']:.2f})"
 
-    def of_all(way: str) -> str:
-        ratios = [_over_resident(each)[way]["ratio"] for each in trainers.values()]
-        return f"{min(ratios):.2f} to {max(ratios):.3g}"
+    def of_others(way: str) -> str:
+        ratios = [_over_resident(each)[way]["ratio"] for each in others.values()]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
     return (
         f"In a real trainer ({found['what']}, {found['bytes'] / 1e6:.0f} MB a batch, a "
         f"`DataLoader` with {found['workers']} workers), a step with `tdcopier.prefetch(loader, "
         f'"cuda")` takes **{of(ways.OURS)}** times as long as on batches that are on the GPU '
         f"already, and with `pin_memory=True` {of(ways.PINNED)} times (medians and intervals of "
-        f"{found['rounds']} rounds). In all {len(trainers)} loops of the benchmark these are "
-        f"{of_all(ways.OURS)} and {of_all(ways.PINNED)}."
+        f"{found['rounds']} rounds). In the other {len(others)} trainers these are "
+        f"{of_others(ways.OURS)} and {of_others(ways.PINNED)}."
     )
 
 
-def _other_commits(first: dict[str, Any], others: Mapping[str, dict[str, Any]]) -> str:
-    """Return a sentence on the results that were not taken at the commit of the first one."""
+def _other_runs(first: dict[str, Any], others: Mapping[str, dict[str, Any]]) -> str:
+    """Return a sentence on the results of another commit than the first one's, or machine."""
+
+    def differs(result: dict[str, Any]) -> str:
+        cpus = result["machine"]["logical_cpus"]
+        is_like = cpus == first["machine"]["logical_cpus"]
+        return _at_commit(result) + ("" if is_like else f" with {cpus} logical CPUs")
+
     parts = [
-        f"{what}{_at_commit(result)}, {result['taken'][:10]}"
+        f"{what}{differs(result)}, {result['taken'][:10]}"
         for what, result in others.items()
-        if not _at_commit(result) or _at_commit(result) != _at_commit(first)
+        if not _at_commit(result) or differs(result) != _at_commit(first)
     ]
-    return f"Of other commits: {'; '.join(parts)}. " if parts else ""
+    return f"Of other runs: {'; '.join(parts)}. " if parts else ""
 
 
 def _readme_table(cold: dict[str, Any], h2d: dict[str, Any], loop: dict[str, Any]) -> str:
@@ -275,11 +291,11 @@ def _readme_table(cold: dict[str, Any], h2d: dict[str, Any], loop: dict[str, Any
     rows = [
         _readme_row(f"{name}: {leaves_and_bytes(found)}{how}", found["contenders"])
         for name, found, how in (
-            ("labels", beside["detection batch"], "; busy"),
-            ("labels and images", beside["detection batch with images"], "; busy"),
-            ("TensorDict", beside["flat TensorDict"], "; busy"),
-            ("control TensorDict", alone["control TensorDict"], "; alone"),
-            ("labels", h2d["workloads"][HEADLINE_WORKLOAD], "; alone, warm caches"),
+            ("labels", beside["detection batch"], "; cold, busy"),
+            ("labels and images", beside["detection batch with images"], "; cold, busy"),
+            ("TensorDict", beside["flat TensorDict"], "; cold, busy"),
+            ("control TensorDict", alone["control TensorDict"], "; cold"),
+            ("labels", h2d["workloads"][HEADLINE_WORKLOAD], "; warm"),
         )
     ]
     rows += [
@@ -289,7 +305,7 @@ def _readme_table(cold: dict[str, Any], h2d: dict[str, Any], loop: dict[str, Any
             ("Atari replay", steps["atari_replay"]),
         )
     ]
-    return table(["ms", OURS, "`.to()`", "best other way"], rows)
+    return table(["ms", OURS, "`.to()`", "faster other way"], rows)
 
 
 def _readme_row(what: str, times: dict[str, Any]) -> list[str]:

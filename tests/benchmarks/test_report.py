@@ -148,18 +148,21 @@ def test_the_readme_has_the_figures_of_one_machine() -> None:
     assert report.readme_part([*results, elsewhere]) == part
 
 
-def test_the_readme_names_the_commits_of_its_results() -> None:
+def test_the_readme_names_the_commits_and_machines_of_its_results() -> None:
     results = [a_copy(name) for name in ("h2d", "cold", "loop", "trainers")]
     for result in results:
-        result["machine"]["git_commit"] = "a" * 40
-    assert "Of other commits" not in report.readme_part(results)
+        result["machine"].update(git_commit="a" * 40, logical_cpus=16)
+    assert "Of other runs" not in report.readme_part(results)
     results[2]["machine"]["git_commit"] = "b" * 40
     results[2]["taken"] = "2026-11-26 03:14 UTC"
     part = report.readme_part(results)
-    assert "Of other commits: training steps at bbbbbbbbbb, 2026-11-26. Medians" in part
+    assert "Of other runs: training steps at bbbbbbbbbb, 2026-11-26. Busy" in part
     results[2]["machine"]["git_dirty"] = True
     part = report.readme_part(results)
-    assert "Of other commits: training steps, 2026-11-26. Medians" in part
+    assert "Of other runs: training steps, 2026-11-26. Busy" in part
+    results[2]["machine"].update(git_commit="a" * 40, git_dirty=False, logical_cpus=32)
+    part = report.readme_part(results)
+    assert "training steps at aaaaaaaaaa with 32 logical CPUs, 2026-11-26. Busy" in part
 
 
 def test_the_readme_has_the_figures_of_the_committed_results() -> None:
