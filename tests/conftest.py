@@ -11,7 +11,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -55,6 +55,16 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(
                 f"TDCOPIER_TEST_TENSORDICT={TENSORDICT}, but tensordict {found} is here"
             )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collects no garbage meanwhile: nearly all objects that are made then stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import multiprocessing
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import torch
 from benchmark_support import load
 
-from tdcopier.workloads import WORKLOADS
+from tdcopier.workloads import WORKLOADS, Workload, detection_batch, flat_dict
 
 report, run, storages = load("tool.report"), load("tool.run"), load("rows.storages")
 RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
@@ -38,6 +38,8 @@ ELSEWHERE = re.compile(
 )
 """Keys of committed results that the test's results may lack."""
 CHUNK = "tdcopier.copy_into(), one earlier chunk"
+COUNTED = ("h2d", "d2h", "d2d")
+"""Benchmarks with a target for the number of leaves in a detection batch."""
 
 
 @pytest.fixture
@@ -68,11 +70,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load("park.snapshots"), "STATE", load("park.snapshots").STATE[:100])
     monkeypatch.setattr(load("trainers.starts"), "STEPS", 4)
     monkeypatch.setitem(WORKLOADS, "detection_batch_with_images", WORKLOADS["detection_batch"])
+    for name in ("copies.into_existing", "loops.event_loop"):
+        monkeypatch.setattr(load(name), "detection_batch", partial(detection_batch, samples=4))
     if importlib.util.find_spec("tensordict"):
+        from tensordict import TensorDict
+
         batches = load("copies.td_batches")
         monkeypatch.setattr(batches, "AGENTS", 4)
         for name in ("atari", "nested"):
             monkeypatch.setattr(batches, name, batches.control)
+        flat = Workload(lambda seed: TensorDict(flat_dict(leaves=100, seed=seed)), 2, 0.2)
+        monkeypatch.setitem(batches.BATCHES, "flat", flat)
     parcels = load("copies.parcels")
     few = dict.fromkeys(parcels.BATCHES, ("detection_batch", 0.1))
     monkeypatch.setattr(parcels, "BATCHES", few)
@@ -106,11 +114,14 @@ def wrong_numbers(found: Any, counted: bool = False) -> Iterator[int]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ON_SIM)
 def test_a_benchmark_runs_with_right_values_and_the_keys_of_the_committed_result(
-    sim: ModuleType, small: None, tmp_path: Path, capsys: Any, name: str
+    sim: ModuleType, small: None, monkeypatch: Any, tmp_path: Path, capsys: Any, name: str
 ) -> None:
     if why := run.lacking(name, torch.device("sim:0")):
         pytest.skip(why)
     threads = torch.get_num_threads()
+    if name not in COUNTED:
+        few = Workload(lambda seed: detection_batch(samples=4, seed=seed), 4, 1.0)
+        monkeypatch.setitem(WORKLOADS, "detection_batch", few)
     asked = ["--device", "sim", "--quick", "--only", name]
     assert run.main([*asked, "--workloads", "detection_batch", "--out", str(tmp_path)]) == 0
     assert torch.get_num_threads() == threads

@@ -18,7 +18,7 @@ from tdcopier import Parcel, pack
 # A longer run: TDCOPIER_TEST_PARCELS=100000 make test-py, or
 # python tests/support/play_parcels.py --mutations 1000000 --jobs 2.
 PARTS = 4
-SEEDS = -(-int(os.environ.get("TDCOPIER_TEST_PARCELS", "4000")) // (MUTATIONS * PARTS))
+SEEDS = -(-int(os.environ.get("TDCOPIER_TEST_PARCELS", "2000")) // (MUTATIONS * PARTS))
 FIRST_SEED = int(os.environ.get("TDCOPIER_TEST_FIRST_SEED", "0"))
 
 

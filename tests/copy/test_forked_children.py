@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import run_python
+from support import run_program, run_python
 
 PROGRAM = Path(__file__).parents[1] / "support" / "forked_children.py"
 TIMES = 1
 
 
 def test_no_child_dies_of_what_it_frees():
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(PROGRAM), str(TIMES)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_program(str(PROGRAM), str(TIMES), timeout_s=300)
     assert done.returncode == 0, done.stderr[-3000:]
     endings = json.loads(done.stdout.splitlines()[-1])
     assert len(endings) == 29

@@ -58,7 +58,7 @@ def test_many_threads_share_a_plan(device, reuse_outputs):
 
     def work(thread: int) -> None:
         kept = []
-        for i in range(12):
+        for i in range(6):
             batch = example(100 * thread + i)
             if i % 4 == 3:
                 batch["large"] = torch.ones(thread + 1)
@@ -70,8 +70,8 @@ def test_many_threads_share_a_plan(device, reuse_outputs):
 
     with switch_interval(1e-5):
         at_once(32, work)
-    assert plan.fits == 32 * 9
-    assert plan.misfits == 32 * 3
+    assert plan.fits == 32 * 5
+    assert plan.misfits == 32
 
 
 def test_a_checked_copy_names_a_source_that_is_modified_too_early(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support import run_python
+from support import run_program, run_python
 from thread_support import at_once, let_go_without_the_gil, switch_interval
 
 import tdcopier
@@ -81,13 +79,7 @@ ENABLE = """
 def test_the_interpreter_exits_while_daemon_threads_call_again_and_again():
     """One without a pause, and one whose pauses are shorter than an idle thread of ours stays."""
     program = Path(__file__).parents[1] / "support" / "exit_phases.py"
-    done = subprocess.run(
-        [sys.executable, str(program), "1"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    done = run_program(str(program), "1", timeout_s=500)
     assert done.returncode == 0, done.stderr[-3000:]
     endings = json.loads(done.stdout.splitlines()[-1])
     assert len(endings) == 17

@@ -89,7 +89,7 @@ def test_workers_make_the_outputs_of_a_caller_who_does_other_things(sim):
 
 def test_a_caller_who_comes_early_takes_what_there_is_and_makes_the_rest(sim):
     leaves = [torch.full((20,), float(value)) for value in range(30_000)]  # 2.4 MB
-    for _ in range(10):
+    for _ in range(4):
         moved = tdcopier.start_copy(leaves, "sim:0").get()
         assert torch.equal(torch.stack(moved).cpu(), torch.stack(leaves))
 

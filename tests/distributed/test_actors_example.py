@@ -25,7 +25,7 @@ def assert_learned(printed: str) -> None:
 
 
 def test_one_command_runs_a_learner_and_two_actors():
-    printed, _ = run("--steps", "200").communicate(timeout=100)
+    printed, _ = run("--steps", "60").communicate(timeout=100)
     assert_learned(printed)
 
 
@@ -33,7 +33,7 @@ def test_each_role_may_be_a_command_of_its_own():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-    learner = run("learn", "--port", port, "--steps", "200")
+    learner = run("learn", "--port", port, "--steps", "60")
     actor = run("act", "--port", port, "--seed", "0")
     printed, _ = learner.communicate(timeout=100)
     assert_learned(printed)

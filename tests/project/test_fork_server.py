@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+import fork_server
 import pytest
 from fork_server import run_forked
 
@@ -29,6 +32,19 @@ def test_a_program_that_takes_too_long_is_killed_and_the_next_one_runs() -> None
     assert run("print(2)").stdout == "2\n"
 
 
+@pytest.fixture
+def bare_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes a server that imports nothing, beside that of the other tests: it soon begins anew."""
+    begins = fork_server._SERVER.replace("import pytest, torch\n", "")
+    assert begins != fork_server._SERVER
+    own = functools.cache(fork_server._server.__wrapped__)
+    monkeypatch.setattr(fork_server, "_SERVER", begins)
+    monkeypatch.setattr(fork_server, "_server", own)
+    yield
+    fork_server._stop(own())
+
+
+@pytest.mark.usefixtures("bare_server")
 def test_after_an_interrupt_the_next_program_does_not_get_the_answer_of_the_one_before() -> None:
     class Interrupt(Exception):
         pass

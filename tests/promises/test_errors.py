@@ -70,11 +70,10 @@ STEPS = [
 ]
 
 
-def fill_plan(make: Callable[[float], Work]) -> None:
+def fill_plan(call: Call, make: Callable[[float], Work]) -> None:
     """Lets a plan that reuses its results have four, as many as it keeps; a failure drops some."""
-    works = [make(0)]
-    if works[0].call.plan == "reusing":
-        works += [make(0) for _ in range(3)]
+    if call.plan == "reusing":
+        works = [make(0) for _ in range(4)]
         results = [work.start().get() for work in works]
         del results
 
@@ -82,8 +81,11 @@ def fill_plan(make: Callable[[float], Work]) -> None:
 def assert_told_at_every_step(sim: Any, name: str, make: Callable[[float], Work]) -> None:
     arm, error = FAULTS[name]
     for _ in range(2):  # a plan may keep two results
-        make(0).start().get()
-    fill_plan(make)
+        first = make(0)
+        first.start().get()
+    call = first.call
+    del first
+    fill_plan(call, make)
     _C.testing.settle()  # a worker that has made outputs may still hold those of the last call
     before = in_use(sim)
     for n in itertools.count(1):
@@ -106,7 +108,7 @@ def assert_told_at_every_step(sim: Any, name: str, make: Callable[[float], Work]
         if result is None:
             assert_fails_every_time(handle, error, fault.struck)
         else:
-            assert not fault.fired or is_done_without(name, work.call)
+            assert not fault.fired or is_done_without(name, call)
             # It is counted; but a worker that finds nothing left to do needs no memory.
             assert handle.stats.fallbacks >= fault.fired or handle.stats.background
             assert values_of(work.arrived(result)) == {n}
@@ -118,12 +120,12 @@ def assert_told_at_every_step(sim: Any, name: str, make: Callable[[float], Work]
         again = make(-n)
         assert values_of(again.arrived(again.start().get())) == {-n}
         del again, work
-        fill_plan(make)
+        fill_plan(call, make)
         assert_gives_back(sim, before)
         if not fault.fired:
             break
     assert_no_staging_is_lost("sim:0")
-    assert n > 1 or not needs(name, make(0).call)
+    assert n > 1 or not needs(name, call)
 
 
 @together(("call", "fault", "elements"), STEPS, by="call")

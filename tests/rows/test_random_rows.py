@@ -13,7 +13,7 @@ import tdcopier
 # A longer run: TDCOPIER_TEST_ROWS=100000 make test-py, or
 # python tests/support/play_rows.py --cases 100000 --jobs 4.
 PARTS = 4
-SEEDS = -(-int(os.environ.get("TDCOPIER_TEST_ROWS", "4000")) // (CASES * PARTS))
+SEEDS = -(-int(os.environ.get("TDCOPIER_TEST_ROWS", "2000")) // (CASES * PARTS))
 FIRST_SEED = int(os.environ.get("TDCOPIER_TEST_FIRST_SEED", "0"))
 
 

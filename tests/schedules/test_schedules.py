@@ -69,7 +69,7 @@ def test_what_the_engine_does_not_do_yet_is_seen_to_fail(sim, name):
 
 @pytest.mark.parametrize("name", PASSING)
 def test_the_same_seed_gives_the_same_order_again(sim, name):
-    for seed in range(3):
+    for seed in range(2):
         _, first = play(name, seed)
         _, again = play(name, seed)
         assert again.steps == first.steps

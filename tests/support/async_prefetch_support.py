@@ -19,13 +19,13 @@ async def briefly() -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + BRIEFLY
     while loop.time() < deadline:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
 
 
 async def happens(condition: Callable[[], bool]) -> None:
     """Lets the event loop run until the condition is true; the test's timeout ends it."""
     while not condition():
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.0002)
 
 
 async def next_of(batches: Any) -> Any:

@@ -167,7 +167,7 @@ if __name__ == "__main__":
     phases = int(sys.argv[1])
     word = sys.argv[2] if len(sys.argv) > 2 else ""
     endings = {
-        kind: [ending(kind, 0.15 + 0.1 * phase / phases) for phase in range(phases)]
+        kind: [ending(kind, 0.08 + 0.1 * phase / phases) for phase in range(phases)]
         for kind in KINDS
         if word in kind
     }

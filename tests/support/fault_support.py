@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -63,13 +64,18 @@ def assert_fails_every_time(
         assert becomes(handle.ready)
 
 
+@functools.cache
+def _three_windows() -> torch.Tensor:
+    return torch.full((2 * BUFFER_BYTES // 4 + 5,), 3.0)
+
+
 def assert_no_staging_is_lost(target: str) -> None:
     """Copies three windows through one buffer, which would hang if that buffer were lost."""
     if target == "cpu":
         return
     tdcopier.limits.set_staging_bytes(BUFFER_BYTES)
     assert tdcopier.pinned.staging_buffer_bytes(target) <= BUFFER_BYTES
-    (moved,) = tdcopier.copy([torch.full((2 * BUFFER_BYTES // 4 + 5,), 3.0)], target)
+    (moved,) = tdcopier.copy([_three_windows()], target)
     assert values_of([moved]) == {3}
     assert tdcopier.pinned.staging_buffer_bytes(target) == BUFFER_BYTES
     tdcopier.limits.set_staging_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)

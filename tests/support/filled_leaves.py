@@ -26,4 +26,4 @@ def refill(leaves: list[torch.Tensor], value: float) -> None:
 
 def values_of(leaves: list[torch.Tensor]) -> set[float]:
     """Returns the least and the greatest value of each leaf: one, if one value fills them all."""
-    return {value.item() for leaf in leaves if leaf.numel() for value in leaf.aminmax()}
+    return {value.item() for leaf in leaves if leaf.numel() for value in leaf.cpu().aminmax()}

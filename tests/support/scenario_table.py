@@ -49,10 +49,12 @@ SCENARIOS: dict[str, Scenario] = {
 
 PASSING = [name for name in SCENARIOS if name not in NOT_YET]
 
-ORDERS = 40
-MORE_ORDERS = dict.fromkeys(
-    ("workers_share_two_buffers", "results_that_python_has_seen_are_dropped"), 100
-)
+ORDERS = 20
+MORE_ORDERS = {
+    "windows_are_sent_in_groups": 32,
+    "polled_while_workers_stage": 32,
+    **dict.fromkeys(("workers_share_two_buffers", "results_that_python_has_seen_are_dropped"), 100),
+}
 """In how many orders a scenario is played by default: 1.3 times as many as it takes at most to find
 a broken engine, which `test_broken_engines.py` checks.
 """

@@ -83,6 +83,7 @@ def becomes(condition: Callable[[], bool], within: float = 10.0) -> bool:
     while not condition():
         if time.monotonic() > deadline:
             return False
+        time.sleep(0.0002)  # so that it takes no processor from the threads that it waits for
     return True
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.sim
 # A longer run: TDCOPIER_TEST_LATER_USES=10000 make test-py, or
 # python tests/support/play_later_uses.py --minutes 60.
 PARTS = 4
-SEEDS = int(os.environ.get("TDCOPIER_TEST_LATER_USES", "240")) // PARTS
+SEEDS = int(os.environ.get("TDCOPIER_TEST_LATER_USES", "120")) // PARTS
 FIRST_SEED = int(os.environ.get("TDCOPIER_TEST_FIRST_SEED", "0"))
 
 
