@@ -46,9 +46,9 @@ endif
 demo: build $(HAS)demo
 	$(RUN) $(PY) tools/demo.py $(if $(filter venv,$(MODE)),--complete)
 
-# The broken engines are compiled beside the C++ tests: neither keeps the processors busy.
-test: build $(HAS)test
-	@$(MAKE) --no-print-directory -j2 test-cpp broken-engines
+# These three run beside each other: none keeps the processors busy.
+test: build
+	@$(MAKE) --no-print-directory -j3 $(HAS)test test-cpp broken-engines
 	$(TEST_PY)
 
 test-py: build broken-engines $(HAS)test
@@ -161,9 +161,11 @@ check-tools:
 	@test -x $@ || $(SYSTEM_PYTHON) -m venv .venv
 	@$@ -m pip install -q --upgrade 'pip>=25.1'
 
+# Of the many packages for tests, few modules are used: those are compiled when they are imported.
+.venv/.has-test: COMPILE := --no-compile
 .venv/.has-%: pyproject.toml | .venv/bin/python
 	@echo "setting up .venv for: $* (the first time this may take minutes)"
-	@.venv/bin/python -m pip install -q --group build --group $*
+	@.venv/bin/python -m pip install -q $(COMPILE) --group build --group $*
 	@if [ $* = test ]; then .venv/bin/python -m pip install -q --no-deps --upgrade \
 	  --target .venv/torchvision --group torchvision; fi
 	@touch $@
