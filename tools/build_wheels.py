@@ -4,7 +4,8 @@
 
 The layer without torch is compiled once, the layers without Python once for each torch. No torch is
 installed: the build takes headers and libraries out of its wheel. Everything but the finished
-wheels is kept in build/wheels, so that a second run compiles only what has changed.
+wheels is kept in build/wheels, so that a second run compiles the layers without Python only if they
+have changed.
 """
 
 from __future__ import annotations
