@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +84,17 @@ def test_a_program_that_hangs_is_wrong_and_ends_with_what_it_started(tmp_path, m
     assert time.monotonic() - began < 30
     assert not told["is_right"]
     assert "hangs" in found
+    assert not play_all.RUNNING
+
+
+def test_an_interrupt_ends_the_programs_and_records_none_of_them(played, tmp_path):
+    (tmp_path / "record.jsonl").touch()
+    (tmp_path / "play_slow.py").write_text("import time; time.sleep(60)")
+    began = time.monotonic()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    code, lines = played(Turn("slow", ()), jobs=2)
+    assert time.monotonic() - began < 30
+    assert (code, lines) == (0, [])
     assert not play_all.RUNNING
 
 

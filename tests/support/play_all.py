@@ -174,8 +174,10 @@ def main(arguments: list[str] | None = None) -> int:
                 player.result()
         except KeyboardInterrupt:
             is_interrupted.set()
-            for process in [*RUNNING]:
-                end(process)
+            while not all(player.done() for player in players):  # one may just have begun a turn
+                for process in [*RUNNING]:
+                    end(process)
+                time.sleep(0.1)
     print(*wrong, sep="\n")
     return bool(wrong)
 
