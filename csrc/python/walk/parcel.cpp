@@ -94,15 +94,27 @@ bool have_one_dtype(const LeafTable& leaves) {
                              [&](const Leaf& leaf) { return leaf.dtype == leaves[0].dtype; });
 }
 
+bool fits(PyObject* value, PickledPlace::Needs needs) {
+  switch (needs) {
+    case PickledPlace::Needs::kNothing:
+      return true;
+    case PickledPlace::Needs::kClass:
+      return PyType_Check(value);
+    case PickledPlace::Needs::kDict:
+      return PyDict_Check(value);
+    case PickledPlace::Needs::kEntry:
+      return is_tensor(value) || PyObject_HasAttrString(value, "to") == 1;
+  }
+  Py_UNREACHABLE();
+}
+
 // Puts unpickled values in their places.
 void fill_in(TreeSpec& spec, const ParcelLayout& layout, const py::list& values) {
   for (const PickledPlace& each : layout.places) {
     if (each.value >= values.size()) throw MalformedBytes("a pickled value that is not there");
     const py::object value = values[each.value];
-    const bool fits = each.needs == PickledPlace::Needs::kNothing ||
-                      (each.needs == PickledPlace::Needs::kClass ? PyType_Check(value.ptr())
-                                                                 : PyDict_Check(value.ptr()));
-    if (!fits) throw MalformedBytes("a pickled value is of the wrong type");
+    if (!fits(value.ptr(), each.needs))
+      throw MalformedBytes("a pickled value is of the wrong type");
     each.is_key ? spec.replace_key(each.place, value) : spec.replace_value(each.place, value);
   }
 }

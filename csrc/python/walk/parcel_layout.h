@@ -21,7 +21,8 @@ namespace tdcopier {
 
 // A place in the spec for a value that was pickled.
 struct PickledPlace {
-  enum class Needs : uint8_t { kNothing, kClass, kDict };
+  // kEntry: what a TensorDict can hold, which its `.to` moves by the `.to` of each.
+  enum class Needs : uint8_t { kNothing, kClass, kDict, kEntry };
   bool is_key;  // of the spec's keys; else of its values
   Needs needs;
   size_t place;

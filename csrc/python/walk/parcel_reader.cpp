@@ -168,7 +168,9 @@ class LayoutReader {
     if (found == ParcelToken::kPickled) {
       const size_t value = read_index_of_pickled();
       const size_t place = spec.set_ready(node, Py_NewRef(Py_None));
-      layout_->places.push_back({false, PickledPlace::Needs::kNothing, place, value});
+      const bool is_entry = batch_size != nullptr;
+      const auto needs = is_entry ? PickledPlace::Needs::kEntry : PickledPlace::Needs::kNothing;
+      layout_->places.push_back({false, needs, place, value});
     } else {
       refuse_entry(batch_size);
       spec.set_ready(node, read_value(found, 0).release().ptr());
