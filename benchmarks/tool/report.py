@@ -1,7 +1,8 @@
 """Makes tables and plots of result files; all figures in README and docs come from here.
 
 ``python benchmarks/report.py`` prints the tables of ``benchmarks/results`` and draws its plots;
-with ``--readme`` it also writes the part of README.md between the two benchmark marks.
+with ``--readme`` it also writes the part of README.md between the two benchmark marks, and the
+figures in sentences of the docs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from trainers import ways
 from tool.machine import BENCHMARKS, ROOT
 from tool.plots import as_svg, plot_of
 from tool.sections import DIRECTIONS, TABLES, title
+from tool.sentences import SENTENCES, rewritten
 from tool.tables import LIMIT_PREFIX, OURS, RESIDENT, leaves_and_bytes, table
 
 RESULTS = BENCHMARKS / "results"
@@ -350,7 +352,7 @@ def write_plots(results: Sequence[dict[str, Any]], folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
-    parser.add_argument("--readme", action="store_true", help="also write README.md's part")
+    parser.add_argument("--readme", action="store_true", help="also write README.md and docs")
     options = parser.parse_args(arguments)
     results = load(options.results)
     if not results:
@@ -361,6 +363,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.readme:
         path = ROOT / "README.md"
         path.write_text(with_part(path.read_text(), readme_part(results)))
+        named = {result["name"]: result for result in results}
+        for sentence in SENTENCES:
+            path = ROOT / sentence.page
+            path.write_text(rewritten(sentence, path.read_text(), named))
     return 0
 
 

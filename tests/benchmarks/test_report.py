@@ -12,6 +12,7 @@ import pytest
 from benchmark_support import BENCHMARKS, load
 
 plots, report, sections = load("tool.plots"), load("tool.report"), load("tool.sections")
+sentences = load("tool.sentences")
 RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
 SVG = "{http://www.w3.org/2000/svg}"
 COMPARISONS = ("contenders", "step", "times", "over_resident")
@@ -169,6 +170,26 @@ def test_the_readme_has_the_figures_of_the_committed_results() -> None:
     readme = (BENCHMARKS.parent / "README.md").read_text("utf-8")
     assert report.with_part(readme, report.readme_part(list(RESULTS.values()))) == readme
     assert report.with_part(readme, "new") != readme
+
+
+@pytest.mark.parametrize("sentence", sentences.SENTENCES, ids=lambda each: each.text[:30])
+def test_a_sentence_of_the_docs_has_the_figures_of_the_committed_results(sentence: Any) -> None:
+    page = (BENCHMARKS.parent / sentence.page).read_text("utf-8")
+    assert sentences.rewritten(sentence, page, RESULTS) == page
+    count = sentence.text.count("{}")
+    other = sentence._replace(figures=lambda results: [1234.5] * count)
+    assert sentences.rewritten(other, page, RESULTS).count("1,234") == count
+    with pytest.raises(ValueError, match="does not have this once"):
+        sentences.rewritten(sentence, page + page, RESULTS)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.0513, "0.051"), (0.26, "0.26"), (0.5, "0.5"), (1.0, "1.0"), (9.949, "9.9"), (26.8, "27"),
+     (1234.4, "1,234")],
+)  # fmt: skip
+def test_a_figure_has_two_digits_that_count(number: float, text: str) -> None:
+    assert sentences.short(number) == text
     with pytest.raises(ValueError, match="has no"):
         report.with_part("text", "new")
 
