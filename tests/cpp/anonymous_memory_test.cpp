@@ -11,6 +11,7 @@
 
 using namespace tdcopier;
 
+namespace anonymous_memory_test {
 namespace {
 
 constexpr size_t kMiB = size_t{1} << 20;
@@ -42,7 +43,7 @@ bool throws_bad_alloc(const Call& call) {
   return false;
 }
 
-void sizes_are_whole_pages_and_large_ones_begin_at_a_huge_page() {
+CASE(sizes_are_whole_pages_and_large_ones_begin_at_a_huge_page) {
   CHECK(in_whole_pages(0) == 0);
   CHECK(in_whole_pages(1) == page_bytes());
   CHECK(in_whole_pages(page_bytes()) == page_bytes());
@@ -55,7 +56,7 @@ void sizes_are_whole_pages_and_large_ones_begin_at_a_huge_page() {
   }
 }
 
-void populate_makes_the_pages_of_its_part() {
+CASE(populate_makes_the_pages_of_its_part) {
   for (const Advise advise : {Advise{::madvise}, Advise{old_kernel}, Advise{interrupted}}) {
     const AnonymousMemory memory(kMiB);
     const auto part = memory.bytes().subspan(kMiB / 2);
@@ -67,7 +68,7 @@ void populate_makes_the_pages_of_its_part() {
   CHECK(g_interruptions > 2);
 }
 
-void populate_keeps_the_bytes_of_pages_that_exist() {
+CASE(populate_keeps_the_bytes_of_pages_that_exist) {
   for (const Advise advise : {Advise{::madvise}, Advise{old_kernel}}) {
     const AnonymousMemory memory(kMiB);
     memory.bytes()[page_bytes()] = std::byte{7};
@@ -77,13 +78,13 @@ void populate_keeps_the_bytes_of_pages_that_exist() {
   }
 }
 
-void refusals_are_errors() {
+CASE(refusals_are_errors) {
   const AnonymousMemory memory(kMiB);
   CHECK(throws_bad_alloc([&] { populate(memory.bytes(), refusal); }));
   CHECK(throws_bad_alloc([] { AnonymousMemory(size_t{1} << 60); }));
 }
 
-void a_mapping_moves_to_its_new_owner() {
+CASE(a_mapping_moves_to_its_new_owner) {
   AnonymousMemory first(kMiB);
   std::byte* const begin = first.bytes().data();
   AnonymousMemory second(std::move(first));
@@ -96,15 +97,4 @@ void a_mapping_moves_to_its_new_owner() {
 }
 
 }  // namespace
-
-int main() {
-  return run_cases({
-      {"sizes are whole pages, and large ones begin at a huge page",
-       sizes_are_whole_pages_and_large_ones_begin_at_a_huge_page},
-      {"populate makes the pages of its part", populate_makes_the_pages_of_its_part},
-      {"populate keeps the bytes of pages that exist",
-       populate_keeps_the_bytes_of_pages_that_exist},
-      {"refusals are errors", refusals_are_errors},
-      {"a mapping moves to its new owner", a_mapping_moves_to_its_new_owner},
-  });
-}
+}  // namespace anonymous_memory_test

@@ -11,9 +11,10 @@
 using tdcopier::BlockStack;
 using tdcopier::SpareStack;
 
+namespace block_stack_test {
 namespace {
 
-void what_was_given_last_is_taken_first() {
+CASE(what_was_given_last_is_taken_first) {
   using Blocks = BlockStack<64, 8>;
   void* const first = Blocks::take();
   void* const second = Blocks::take();
@@ -28,7 +29,7 @@ void what_was_given_last_is_taken_first() {
 #endif
 }
 
-void no_block_is_given_out_twice() {
+CASE(no_block_is_given_out_twice) {
   using Blocks = BlockStack<32, 4>;
   std::vector<void*> taken;
   for (int i = 0; i < 20; ++i) taken.push_back(Blocks::take());
@@ -39,7 +40,7 @@ void no_block_is_given_out_twice() {
 }
 
 // The sanitizers report leaks, double frees and races.
-void threads_take_and_give_each_others() {
+CASE(threads_take_and_give_each_others) {
   using Blocks = BlockStack<48, 16>;
   std::vector<void*> passed;
   std::thread([&] {
@@ -66,7 +67,7 @@ struct Counted {
   ~Counted() { alive -= number != 0; }
 };
 
-void items_are_dropped_beyond_the_limit_and_with_their_thread() {
+CASE(items_are_dropped_beyond_the_limit_and_with_their_thread) {
   using Items = SpareStack<Counted, 4>;
   std::thread([] {
     CHECK(Items::take().number == 0);
@@ -86,11 +87,4 @@ void items_are_dropped_beyond_the_limit_and_with_their_thread() {
 }
 
 }  // namespace
-
-int main() {
-  return run_cases({{"what was given last is taken first", what_was_given_last_is_taken_first},
-                    {"no block is given out twice", no_block_is_given_out_twice},
-                    {"threads take and give each other's", threads_take_and_give_each_others},
-                    {"items are dropped beyond the limit and with their thread",
-                     items_are_dropped_beyond_the_limit_and_with_their_thread}});
-}
+}  // namespace block_stack_test

@@ -12,9 +12,10 @@
 
 using namespace tdcopier;
 
+namespace brief_lock_test {
 namespace {
 
-void one_thread_at_a_time_holds_it() {
+CASE(one_thread_at_a_time_holds_it) {
   constexpr int kThreads = 4;
   constexpr int kTimes = 20000;
   std::mutex mutex;
@@ -32,7 +33,7 @@ void one_thread_at_a_time_holds_it() {
   CHECK(count == kThreads * kTimes);
 }
 
-void a_lock_that_is_held_for_long_is_waited_for() {
+CASE(a_lock_that_is_held_for_long_is_waited_for) {
   std::mutex mutex;
   std::latch held(1);
   bool released = false;
@@ -50,8 +51,4 @@ void a_lock_that_is_held_for_long_is_waited_for() {
 }
 
 }  // namespace
-
-int main() {
-  one_thread_at_a_time_holds_it();
-  a_lock_that_is_held_for_long_is_waited_for();
-}
+}  // namespace brief_lock_test

@@ -11,6 +11,7 @@ using tdcopier::ByteReader;
 using tdcopier::ByteWriter;
 using tdcopier::MalformedBytes;
 
+namespace byte_format_test {
 namespace {
 
 template <typename Read>
@@ -29,7 +30,7 @@ std::vector<std::byte> bytes_of(std::initializer_list<int> values) {
   return bytes;
 }
 
-void numbers_arrive() {
+CASE(numbers_arrive) {
   constexpr uint64_t kMost = std::numeric_limits<uint64_t>::max();
   const std::vector<uint64_t> numbers = {0, 1, 127, 128, 300, 1U << 31, kMost - 1, kMost};
   const std::vector<int64_t> signed_numbers = {
@@ -47,7 +48,7 @@ void numbers_arrive() {
   CHECK(reader.left() == 0);
 }
 
-void small_numbers_are_short() {
+CASE(small_numbers_are_short) {
   ByteWriter writer;
   writer.number(127);
   writer.signed_number(-64);
@@ -57,7 +58,7 @@ void small_numbers_are_short() {
   CHECK(two.written().size() == 2);
 }
 
-void too_little_is_refused() {
+CASE(too_little_is_refused) {
   const std::vector<std::byte> bytes = bytes_of({1, 2, 3});
   ByteReader reader(bytes);
   CHECK(is_refused([&] { reader.bytes(4); }));
@@ -68,7 +69,7 @@ void too_little_is_refused() {
   CHECK(is_refused([&] { reader.number(); }));
 }
 
-void numbers_without_an_end_are_refused() {
+CASE(numbers_without_an_end_are_refused) {
   const std::vector<std::byte> endless(32, std::byte{0x80});
   CHECK(is_refused([&] { ByteReader(endless).number(); }));
   std::vector<std::byte> most(9, std::byte{0xFF});
@@ -78,7 +79,7 @@ void numbers_without_an_end_are_refused() {
   CHECK(is_refused([&] { ByteReader(most).number(); }));
 }
 
-void counts_are_paid_by_bytes() {
+CASE(counts_are_paid_by_bytes) {
   const std::vector<std::byte> bytes = bytes_of({3, 0, 0, 0, 0, 0, 0});
   CHECK(ByteReader(bytes).count(2) == 3);
   CHECK(is_refused([&] { ByteReader(bytes).count(3); }));
@@ -87,12 +88,4 @@ void counts_are_paid_by_bytes() {
 }
 
 }  // namespace
-
-int main() {
-  numbers_arrive();
-  small_numbers_are_short();
-  too_little_is_refused();
-  numbers_without_an_end_are_refused();
-  counts_are_paid_by_bytes();
-  return 0;
-}
+}  // namespace byte_format_test

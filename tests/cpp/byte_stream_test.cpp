@@ -24,6 +24,7 @@
 using namespace tdcopier;
 using namespace std::chrono_literals;
 
+namespace byte_stream_test {
 namespace {
 
 using Ends = std::pair<std::unique_ptr<ByteStream>, std::unique_ptr<ByteStream>>;
@@ -59,7 +60,7 @@ std::vector<std::byte> read_all(ByteStream& from, size_t count) {
   return found;
 }
 
-void both_directions_carry_bytes_in_order() {
+CASE(both_directions_carry_bytes_in_order) {
   with_each([](Ends ends) {
     constexpr size_t kBytes = 300'000;
     const auto head = some_bytes(33, 1), body = some_bytes(kBytes, 2), back = some_bytes(5, 3);
@@ -72,7 +73,7 @@ void both_directions_carry_bytes_in_order() {
   });
 }
 
-void what_does_not_fit_at_once_is_left() {
+CASE(what_does_not_fit_at_once_is_left) {
   with_each([](Ends ends) {
     const auto head = some_bytes(40, 1), body = some_bytes(50 << 20, 2);
     const size_t sent = ends.first->write_some(head, body);
@@ -84,7 +85,7 @@ void what_does_not_fit_at_once_is_left() {
   });
 }
 
-void a_read_waits_as_long_as_it_may() {
+CASE(a_read_waits_as_long_as_it_may) {
   with_each([](Ends ends) {
     std::array<std::byte, 8> room{};
     const auto begin = std::chrono::steady_clock::now();
@@ -95,7 +96,7 @@ void a_read_waits_as_long_as_it_may() {
   });
 }
 
-void the_end_comes_after_what_was_written() {
+CASE(the_end_comes_after_what_was_written) {
   with_each([](Ends ends) {
     const auto bytes = some_bytes(100, 1);
     ends.first->write(bytes, {});
@@ -106,7 +107,7 @@ void the_end_comes_after_what_was_written() {
   });
 }
 
-void shutting_down_ends_reads_and_writes() {
+CASE(shutting_down_ends_reads_and_writes) {
   with_each([](Ends ends) {
     std::thread reader([&] {
       std::array<std::byte, 8> room{};
@@ -127,7 +128,7 @@ void shutting_down_ends_reads_and_writes() {
   });
 }
 
-void a_bell_wakes_those_who_wait_and_no_ring_is_missed() {
+CASE(a_bell_wakes_those_who_wait_and_no_ring_is_missed) {
   Bell bell;
   const uint64_t before = bell.count();
   bell.ring();
@@ -144,15 +145,4 @@ void a_bell_wakes_those_who_wait_and_no_ring_is_missed() {
 }
 
 }  // namespace
-
-int main() {
-  return run_cases({
-      {"both_directions_carry_bytes_in_order", both_directions_carry_bytes_in_order},
-      {"what_does_not_fit_at_once_is_left", what_does_not_fit_at_once_is_left},
-      {"a_read_waits_as_long_as_it_may", a_read_waits_as_long_as_it_may},
-      {"the_end_comes_after_what_was_written", the_end_comes_after_what_was_written},
-      {"shutting_down_ends_reads_and_writes", shutting_down_ends_reads_and_writes},
-      {"a_bell_wakes_those_who_wait_and_no_ring_is_missed",
-       a_bell_wakes_those_who_wait_and_no_ring_is_missed},
-  });
-}
+}  // namespace byte_stream_test

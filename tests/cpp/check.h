@@ -1,8 +1,9 @@
-// A minimal test harness: CHECK reports where and what failed, run_cases() runs named cases.
+// A minimal test harness: CASE(name) { ... } is a case, and CHECK reports where and what failed.
 #pragma once
 
 #include <cstdio>
 #include <cstdlib>
+#include <vector>
 
 #define CHECK(condition)                                                           \
   do {                                                                             \
@@ -12,16 +13,23 @@
     }                                                                              \
   } while (false)
 
+#define CASE(name)                                             \
+  void name();                                                 \
+  const Registered registered_##name({__FILE__, #name, name}); \
+  void name()
+
 struct Case {
+  const char* file;
   const char* name;
   void (*run)();
 };
 
-template <size_t N>
-int run_cases(const Case (&cases)[N]) {
-  for (const Case& test : cases) {
-    std::printf("%s\n", test.name);
-    test.run();
-  }
-  return 0;
+// In the order of a file.
+inline std::vector<Case>& all_cases() {
+  static std::vector<Case> cases;
+  return cases;
 }
+
+struct Registered {
+  explicit Registered(const Case& test) { all_cases().push_back(test); }
+};

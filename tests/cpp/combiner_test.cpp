@@ -14,9 +14,10 @@
 
 using namespace tdcopier;
 
+namespace combiner_test {
 namespace {
 
-void every_task_is_worked_off_once_when_all_have_come_back() {
+CASE(every_task_is_worked_off_once_when_all_have_come_back) {
   constexpr int kThreads = 8;
   constexpr int kTasks = 2000;
   Combiner<int> combiner;
@@ -40,7 +41,7 @@ void every_task_is_worked_off_once_when_all_have_come_back() {
   for (const int times : done) CHECK(times == 1);
 }
 
-void who_comes_while_another_is_at_work_goes_on_and_leaves_his_task_there() {
+CASE(who_comes_while_another_is_at_work_goes_on_and_leaves_his_task_there) {
   Combiner<int> combiner;
   std::latch begun(1);
   std::latch others_gone(1);
@@ -61,7 +62,7 @@ void who_comes_while_another_is_at_work_goes_on_and_leaves_his_task_there() {
   CHECK((order == std::vector<int>{0, 1, 2, 3}));
 }
 
-void a_failure_reaches_who_is_at_work_and_drops_what_is_left() {
+CASE(a_failure_reaches_who_is_at_work_and_drops_what_is_left) {
   Combiner<std::shared_ptr<int>> combiner;
   const auto kept = std::make_shared<int>(0);
   bool raised = false;
@@ -81,9 +82,4 @@ void a_failure_reaches_who_is_at_work_and_drops_what_is_left() {
 }
 
 }  // namespace
-
-int main() {
-  every_task_is_worked_off_once_when_all_have_come_back();
-  who_comes_while_another_is_at_work_goes_on_and_leaves_his_task_there();
-  a_failure_reaches_who_is_at_work_and_drops_what_is_left();
-}
+}  // namespace combiner_test

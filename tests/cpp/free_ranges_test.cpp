@@ -8,6 +8,7 @@
 
 using namespace tdcopier;
 
+namespace free_ranges_test {
 namespace {
 
 // Blocks that touch each other, all of them free.
@@ -20,7 +21,7 @@ FreeRanges three_free_blocks() {
   return ranges;
 }
 
-void a_new_block_is_taken() {
+CASE(a_new_block_is_taken) {
   FreeRanges ranges;
   ranges.add_block({1000, 100});
   CHECK(ranges.free_bytes() == 0);
@@ -29,7 +30,7 @@ void a_new_block_is_taken() {
   CHECK(ranges.idle_blocks().empty());
 }
 
-void the_smallest_range_that_fits_is_taken() {
+CASE(the_smallest_range_that_fits_is_taken) {
   FreeRanges ranges = three_free_blocks();
   CHECK(ranges.take(150) == 1400);
   CHECK(ranges.take(50) == 1550);  // what remained of that block fits best
@@ -39,7 +40,7 @@ void the_smallest_range_that_fits_is_taken() {
   CHECK(ranges.free_bytes() == 0);
 }
 
-void parts_come_back_in_any_order() {
+CASE(parts_come_back_in_any_order) {
   FreeRanges ranges;
   ranges.add_block({1000, 300});
   ranges.add_block({1300, 100});
@@ -55,7 +56,7 @@ void parts_come_back_in_any_order() {
   CHECK(ranges.idle_blocks() == std::vector<MemoryRange>({{1000, 300}, {1300, 100}}));
 }
 
-void an_idle_block_can_be_removed() {
+CASE(an_idle_block_can_be_removed) {
   FreeRanges ranges = three_free_blocks();
   CHECK(ranges.take(10) == 1000);
   CHECK(ranges.idle_blocks() == std::vector<MemoryRange>({{1100, 300}, {1400, 200}}));
@@ -65,7 +66,7 @@ void an_idle_block_can_be_removed() {
   CHECK(ranges.take(200) == 1400);
 }
 
-void random_leases_never_overlap_and_all_comes_back() {
+CASE(random_leases_never_overlap_and_all_comes_back) {
   FreeRanges ranges = three_free_blocks();
   std::mt19937 random(7);
   std::vector<MemoryRange> taken;
@@ -92,14 +93,4 @@ void random_leases_never_overlap_and_all_comes_back() {
 }
 
 }  // namespace
-
-int main() {
-  return run_cases({
-      {"a new block is taken", a_new_block_is_taken},
-      {"the smallest range that fits is taken", the_smallest_range_that_fits_is_taken},
-      {"parts come back in any order", parts_come_back_in_any_order},
-      {"an idle block can be removed", an_idle_block_can_be_removed},
-      {"random leases never overlap, and all comes back",
-       random_leases_never_overlap_and_all_comes_back},
-  });
-}
+}  // namespace free_ranges_test

@@ -6,6 +6,7 @@
 
 using namespace tdcopier;
 
+namespace leaf_runs_test {
 namespace {
 
 constexpr uint64_t kKiB = 1024;
@@ -40,16 +41,16 @@ bool are(const std::vector<LeafSeries>& runs, std::initializer_list<LeafSeries> 
                     });
 }
 
-void leaves_that_adjoin_are_a_run() {
+CASE(leaves_that_adjoin_are_a_run) {
   CHECK(are(rows(100, 4 * kKiB).runs(), {{0, 100}}));
 }
 
-void what_is_no_larger_than_a_packed_leaf_is_none() {
+CASE(what_is_no_larger_than_a_packed_leaf_is_none) {
   CHECK(are(rows(64, 4 * kKiB).runs(), {}));
   CHECK(are(rows(65, 4 * kKiB).runs(), {{0, 65}}));
 }
 
-void a_gap_is_what_padding_would_be() {
+CASE(a_gap_is_what_padding_would_be) {
   CHECK(are(rows(100, 4092, 4).runs(), {{0, 100}}));
   CHECK(are(rows(100, 4084, 12).runs(), {{0, 100}}));
   CHECK(are(rows(100, 4080, 16).runs(), {}));
@@ -59,7 +60,7 @@ void a_gap_is_what_padding_would_be() {
   CHECK(are(rows(100, 4080, 16).runs(options), {{0, 100}}));
 }
 
-void slots_would_be_unaligned_elsewhere() {
+CASE(slots_would_be_unaligned_elsewhere) {
   CHECK(are(rows(200, 4092).runs(), {}));
   CHECK(are(rows(200, 4092, 8).runs(), {}));
   PackOptions options;
@@ -69,7 +70,7 @@ void slots_would_be_unaligned_elsewhere() {
   CHECK(are(rows(200, 4096).runs(options), {}));
 }
 
-void a_run_ends_where_leaves_lie_elsewhere() {
+CASE(a_run_ends_where_leaves_lie_elsewhere) {
   Memory memory = rows(100, 4 * kKiB);
   memory.add(4 * kKiB, 4, 4 * kKiB);
   for (int i = 1; i < 100; ++i) memory.add(4 * kKiB);
@@ -78,7 +79,7 @@ void a_run_ends_where_leaves_lie_elsewhere() {
   CHECK(are(memory.runs(), {{0, 100}}));
 }
 
-void a_large_leaf_is_in_no_run() {
+CASE(a_large_leaf_is_in_no_run) {
   Memory memory = rows(70, 4 * kKiB);
   memory.add(kMaxPackedLeafBytes + 4);
   memory.add(kMaxPackedLeafBytes, 4, 12);
@@ -86,7 +87,7 @@ void a_large_leaf_is_in_no_run() {
   CHECK(are(memory.runs(), {{0, 70}, {71, 73}}));
 }
 
-void a_run_is_cut_where_a_chunk_is_full() {
+CASE(a_run_is_cut_where_a_chunk_is_full) {
   PackOptions options;
   options.max_chunk_bytes = 75 * 4 * kKiB + 100;
   CHECK(are(rows(200, 4 * kKiB).runs(options), {{0, 75}, {75, 150}}));
@@ -94,13 +95,13 @@ void a_run_is_cut_where_a_chunk_is_full() {
   CHECK(are(rows(200, 4 * kKiB).runs(options), {}));
 }
 
-void without_packing_there_is_none() {
+CASE(without_packing_there_is_none) {
   PackOptions options;
   options.pack = false;
   CHECK(are(rows(200, 4 * kKiB).runs(options), {}));
 }
 
-void empty_leaves_may_be_anywhere() {
+CASE(empty_leaves_may_be_anywhere) {
   Memory memory = rows(100, 4 * kKiB);
   memory.leaves[0].bytes = memory.leaves[99].bytes = 0;
   for (uint32_t i = 40; i < 60; i += 2) {
@@ -110,7 +111,7 @@ void empty_leaves_may_be_anywhere() {
   CHECK(are(memory.runs(), {{1, 109}}));
 }
 
-void leaves_of_two_kinds_are_in_no_run_together() {
+CASE(leaves_of_two_kinds_are_in_no_run_together) {
   Memory memory = rows(200, 4 * kKiB);
   for (uint32_t i = 100; i < 200; ++i) memory.leaves[i].kind = 1;
   CHECK(are(memory.runs(), {{0, 100}, {100, 200}}));
@@ -118,7 +119,7 @@ void leaves_of_two_kinds_are_in_no_run_together() {
   CHECK(are(memory.runs(), {}));
 }
 
-void series_are_looked_at_one_by_one() {
+CASE(series_are_looked_at_one_by_one) {
   const Memory memory = rows(300, 4 * kKiB);
   const std::vector<LeafSeries> series{{10, 110}, {110, 120}, {150, 250}};
   CHECK(are(find_runs(memory.leaves, memory.addresses, series, {}), {{10, 110}, {150, 250}}));
@@ -183,7 +184,7 @@ void check_plan(const Memory& memory, const PackOptions& options) {
   }
 }
 
-void random_leaves_keep_the_invariants() {
+CASE(random_leaves_keep_the_invariants) {
   std::mt19937 random(11);
   const uint32_t elements[] = {1, 2, 4, 8, 16};
   const uint64_t alignments[] = {1, 3, 16, 24, 64, 4096};
@@ -213,21 +214,4 @@ void random_leaves_keep_the_invariants() {
 }
 
 }  // namespace
-
-int main() {
-  return run_cases({
-      {"leaves that adjoin are a run", leaves_that_adjoin_are_a_run},
-      {"what is no larger than a packed leaf is none",
-       what_is_no_larger_than_a_packed_leaf_is_none},
-      {"a gap is what padding would be", a_gap_is_what_padding_would_be},
-      {"slots would be unaligned elsewhere", slots_would_be_unaligned_elsewhere},
-      {"a run ends where leaves lie elsewhere", a_run_ends_where_leaves_lie_elsewhere},
-      {"a large leaf is in no run", a_large_leaf_is_in_no_run},
-      {"a run is cut where a chunk is full", a_run_is_cut_where_a_chunk_is_full},
-      {"without packing there is none", without_packing_there_is_none},
-      {"empty leaves may be anywhere", empty_leaves_may_be_anywhere},
-      {"leaves of two kinds are in no run together", leaves_of_two_kinds_are_in_no_run_together},
-      {"series are looked at one by one", series_are_looked_at_one_by_one},
-      {"random leaves keep the invariants", random_leaves_keep_the_invariants},
-  });
-}
+}  // namespace leaf_runs_test

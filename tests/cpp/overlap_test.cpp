@@ -10,6 +10,7 @@
 
 using namespace tdcopier;
 
+namespace overlap_test {
 namespace {
 
 // Returns the addresses of all bytes, repeats included.
@@ -61,7 +62,7 @@ class RandomAreas {
   std::vector<std::byte> memory_;
 };
 
-void self_overlap_is_exact() {
+CASE(self_overlap_is_exact) {
   RandomAreas random(1);
   for (int i = 0; i < 20000; ++i) {
     const Area area = random.next();
@@ -69,7 +70,7 @@ void self_overlap_is_exact() {
   }
 }
 
-void overlaps_are_found_and_neighbours_are_not() {
+CASE(overlaps_are_found_and_neighbours_are_not) {
   RandomAreas random(2);
   for (int i = 0; i < 5000; ++i) {
     std::vector<Area> areas;
@@ -94,7 +95,7 @@ void overlaps_are_found_and_neighbours_are_not() {
   }
 }
 
-void adjoining_areas_do_not_overlap() {
+CASE(adjoining_areas_do_not_overlap) {
   std::vector<std::byte> memory(64);
   const std::vector<Area> areas = {{memory.data() + 16, 16, true, {}},
                                    {memory.data(), 16, true, {}},
@@ -103,7 +104,7 @@ void adjoining_areas_do_not_overlap() {
 }
 
 // Uses addresses only; reads nothing.
-void many_rows_hide_no_others() {
+CASE(many_rows_hide_no_others) {
   constexpr int64_t kSide = 4096;  // elements of 4 bytes; more than are compared
   auto* const begin = reinterpret_cast<const std::byte*>(uintptr_t{1} << 40);
   const std::vector<StridedDim> every_other = {{kSide, 8 * kSide}, {kSide, 8}};
@@ -123,11 +124,4 @@ void many_rows_hide_no_others() {
 }
 
 }  // namespace
-
-int main() {
-  return run_cases(
-      {{"self overlap is exact", self_overlap_is_exact},
-       {"overlaps are found and neighbours are not", overlaps_are_found_and_neighbours_are_not},
-       {"many rows hide no others", many_rows_hide_no_others},
-       {"adjoining areas do not overlap", adjoining_areas_do_not_overlap}});
-}
+}  // namespace overlap_test

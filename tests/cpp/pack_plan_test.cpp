@@ -7,6 +7,7 @@
 
 using namespace tdcopier;
 
+namespace pack_plan_test {
 namespace {
 
 // Checks the invariants of every plan, for any leaves and options.
@@ -54,7 +55,7 @@ void check_invariants(const std::vector<LeafExtent>& leaves, const PackOptions& 
   CHECK(total == plan.total_bytes);
 }
 
-void small_leaves_share_one_chunk() {
+CASE(small_leaves_share_one_chunk) {
   const std::vector<LeafExtent> leaves(528, {288, 4});
   const PackPlan plan = make_pack_plan(leaves, {});
   CHECK(plan.chunks.size() == 1);
@@ -62,7 +63,7 @@ void small_leaves_share_one_chunk() {
   CHECK(plan.chunks[0].bytes == 528 * 288);
 }
 
-void a_large_leaf_travels_alone_behind_the_packed_ones() {
+CASE(a_large_leaf_travels_alone_behind_the_packed_ones) {
   const PackPlan plan = make_pack_plan(
       std::vector<LeafExtent>{{kMaxPackedLeafBytes + 1, 1}, {kMaxPackedLeafBytes, 1}}, {});
   CHECK(plan.chunks.size() == 2);
@@ -70,7 +71,7 @@ void a_large_leaf_travels_alone_behind_the_packed_ones() {
   CHECK(!plan.chunks[1].packed && plan.slots[0].chunk == 1);
 }
 
-void a_full_chunk_is_closed() {
+CASE(a_full_chunk_is_closed) {
   PackOptions options;
   options.max_chunk_bytes = 100;
   const PackPlan plan =
@@ -81,25 +82,25 @@ void a_full_chunk_is_closed() {
   CHECK(plan.slots[3].chunk == 1 && plan.slots[3].offset == 48);
 }
 
-void without_packing_every_leaf_is_alone() {
+CASE(without_packing_every_leaf_is_alone) {
   PackOptions options;
   options.pack = false;
   const PackPlan plan = make_pack_plan(std::vector<LeafExtent>{{8, 8}, {0, 4}}, options);
   CHECK(plan.chunks.size() == 2 && plan.packed_leaves == 0);
 }
 
-void no_leaves_make_no_chunks() {
+CASE(no_leaves_make_no_chunks) {
   CHECK(make_pack_plan({}, {}).chunks.empty());
 }
 
-void alignment_is_rounded_up_to_the_element() {
+CASE(alignment_is_rounded_up_to_the_element) {
   CHECK(slot_alignment_bytes(16, 4) == 16);
   CHECK(slot_alignment_bytes(1, 8) == 8);
   CHECK(slot_alignment_bytes(24, 16) == 32);
   CHECK(slot_alignment_bytes(10, 4) == 12);
 }
 
-void odd_alignments_share_a_chunk_that_is_aligned_to_a_power_of_two() {
+CASE(odd_alignments_share_a_chunk_that_is_aligned_to_a_power_of_two) {
   PackOptions options;
   options.min_alignment_bytes = 1000003;
   const std::vector<LeafExtent> leaves{{8, 8}, {4, 4}, {2, 2}, {1, 1}};
@@ -107,7 +108,7 @@ void odd_alignments_share_a_chunk_that_is_aligned_to_a_power_of_two() {
   CHECK(make_pack_plan(leaves, options).chunks.size() == 1);
 }
 
-void random_plans_keep_the_invariants() {
+CASE(random_plans_keep_the_invariants) {
   std::mt19937 random(7);
   const uint32_t elements[] = {1, 2, 4, 8, 16};
   const uint64_t alignments[] = {1, 3, 16, 24, 64, 100, 512, 4096, 1000003};
@@ -128,18 +129,4 @@ void random_plans_keep_the_invariants() {
 }
 
 }  // namespace
-
-int main() {
-  return run_cases({
-      {"small leaves share one chunk", small_leaves_share_one_chunk},
-      {"a large leaf travels alone, behind the packed ones",
-       a_large_leaf_travels_alone_behind_the_packed_ones},
-      {"a full chunk is closed", a_full_chunk_is_closed},
-      {"without packing every leaf is alone", without_packing_every_leaf_is_alone},
-      {"no leaves make no chunks", no_leaves_make_no_chunks},
-      {"alignment is rounded up to the element", alignment_is_rounded_up_to_the_element},
-      {"odd alignments share a chunk that is aligned to a power of two",
-       odd_alignments_share_a_chunk_that_is_aligned_to_a_power_of_two},
-      {"random plans keep the invariants", random_plans_keep_the_invariants},
-  });
-}
+}  // namespace pack_plan_test

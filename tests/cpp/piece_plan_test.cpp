@@ -6,9 +6,10 @@
 
 using namespace tdcopier;
 
+namespace piece_plan_test {
 namespace {
 
-void small_sizes_share_a_piece_and_large_ones_have_their_own() {
+CASE(small_sizes_share_a_piece_and_large_ones_have_their_own) {
   const std::vector<uint64_t> sizes{10, 100, kOwnPieceBytes, 1, kOwnPieceBytes + 1, 2, 3};
   const PiecePlan plan = plan_pieces(sizes);
   const std::vector<std::pair<size_t, size_t>> wanted{{0, 2}, {2, 3}, {3, 4}, {4, 5}, {5, 7}};
@@ -22,7 +23,7 @@ void small_sizes_share_a_piece_and_large_ones_have_their_own() {
   CHECK(plan.pieces[3].bytes == kOwnPieceBytes + page_bytes());
 }
 
-void sizes_begin_at_cache_lines_and_do_not_overlap() {
+CASE(sizes_begin_at_cache_lines_and_do_not_overlap) {
   std::vector<uint64_t> sizes;
   for (uint64_t i = 0; i < 5000; ++i) sizes.push_back(i * i % 100000);
   const PiecePlan plan = plan_pieces(sizes);
@@ -44,7 +45,7 @@ void sizes_begin_at_cache_lines_and_do_not_overlap() {
   CHECK(plan.pieces.size() > 1);
 }
 
-void sizes_of_zero_need_no_memory() {
+CASE(sizes_of_zero_need_no_memory) {
   CHECK(plan_pieces({}).pieces.empty());
   const std::vector<uint64_t> sizes{0, 0};
   const PiecePlan plan = plan_pieces(sizes);
@@ -54,13 +55,4 @@ void sizes_of_zero_need_no_memory() {
 }
 
 }  // namespace
-
-int main() {
-  return run_cases({
-      {"small sizes share a piece, and large ones have their own",
-       small_sizes_share_a_piece_and_large_ones_have_their_own},
-      {"sizes begin at cache lines, and do not overlap",
-       sizes_begin_at_cache_lines_and_do_not_overlap},
-      {"sizes of zero need no memory", sizes_of_zero_need_no_memory},
-  });
-}
+}  // namespace piece_plan_test

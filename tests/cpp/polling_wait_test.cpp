@@ -11,11 +11,12 @@
 
 using namespace tdcopier;
 
+namespace polling_wait_test {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-void a_wait_ends_when_its_condition_is_met() {
+CASE(a_wait_ends_when_its_condition_is_met) {
   for (const int delay_ms : {0, 1, 5}) {  // while it spins, yields and sleeps
     std::atomic<bool> is_set = false;
     std::thread other([&] {
@@ -28,7 +29,7 @@ void a_wait_ends_when_its_condition_is_met() {
   }
 }
 
-void spinning_sees_the_condition_or_ends_by_itself() {
+CASE(spinning_sees_the_condition_or_ends_by_itself) {
   CHECK(PollingWait::spin_until([] { return true; }));
   CHECK(!PollingWait::spin_until([] { return false; }));
   if (allowed_processors() == 1) return;  // a wait does not spin then
@@ -40,7 +41,7 @@ void spinning_sees_the_condition_or_ends_by_itself() {
   CHECK(Clock::now() - begin >= std::chrono::microseconds(400));
 }
 
-void an_interrupt_ends_a_wait() {
+CASE(an_interrupt_ends_a_wait) {
   const InterruptibleWaits interruptible([] { throw Interrupted(); });
   bool interrupted = false;
   try {
@@ -52,9 +53,4 @@ void an_interrupt_ends_a_wait() {
 }
 
 }  // namespace
-
-int main() {
-  a_wait_ends_when_its_condition_is_met();
-  spinning_sees_the_condition_or_ends_by_itself();
-  an_interrupt_ends_a_wait();
-}
+}  // namespace polling_wait_test

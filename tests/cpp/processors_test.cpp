@@ -14,6 +14,7 @@
 using namespace tdcopier;
 namespace fs = std::filesystem;
 
+namespace processors_test {
 namespace {
 
 // A folder with a membership file and a mount, removed at the end.
@@ -39,7 +40,7 @@ class Cgroups {
   const fs::path root_;
 };
 
-void version_2_gives_a_quota_or_none() {
+CASE(version_2_gives_a_quota_or_none) {
   const Cgroups groups;
   groups.write("self", "0::/jobs/inner\n");
   CHECK(!groups.quota());
@@ -49,7 +50,7 @@ void version_2_gives_a_quota_or_none() {
   CHECK(groups.quota() == 1.5);
 }
 
-void the_tightest_on_the_way_to_the_root_counts() {
+CASE(the_tightest_on_the_way_to_the_root_counts) {
   const Cgroups groups;
   groups.write("self", "0::/jobs/inner\n");
   groups.write("mount/jobs/inner/cpu.max", "400000 100000\n");
@@ -59,7 +60,7 @@ void the_tightest_on_the_way_to_the_root_counts() {
   CHECK(groups.quota() == 0.5);
 }
 
-void version_1_is_read_where_the_controller_is_cpu() {
+CASE(version_1_is_read_where_the_controller_is_cpu) {
   const Cgroups groups;
   groups.write("self", "5:cpuset:/jobs\n4:cpu,cpuacct:/jobs\n1:name=systemd:/jobs\n");
   groups.write("mount/cpuset/jobs/cpu.cfs_quota_us", "100000\n");
@@ -71,7 +72,7 @@ void version_1_is_read_where_the_controller_is_cpu() {
   CHECK(groups.quota() == 3.0);
 }
 
-void what_cannot_be_read_bounds_nothing() {
+CASE(what_cannot_be_read_bounds_nothing) {
   const Cgroups groups;
   CHECK(!groups.quota());
   groups.write("self", "nonsense\n0::\n");
@@ -79,11 +80,11 @@ void what_cannot_be_read_bounds_nothing() {
   CHECK(!groups.quota());
 }
 
-void there_is_always_one_processor() {
+CASE(there_is_always_one_processor) {
   CHECK(usable_processors() >= 1);
 }
 
-void a_cpuset_is_that_of_the_nearest_group_that_says() {
+CASE(a_cpuset_is_that_of_the_nearest_group_that_says) {
   const Cgroups groups;
   groups.write("self", "0::/jobs/inner\n");
   CHECK(!groups.cpuset());
@@ -97,7 +98,7 @@ void a_cpuset_is_that_of_the_nearest_group_that_says() {
   }
 }
 
-void version_1_has_a_cpuset_of_its_own() {
+CASE(version_1_has_a_cpuset_of_its_own) {
   const Cgroups groups;
   groups.write("self", "5:cpuset:/jobs\n4:cpu,cpuacct:/jobs\n");
   groups.write("mount/cpuset/jobs/cpuset.effective_cpus", "2-5\n");
@@ -119,25 +120,25 @@ int affinity_that_is_refused(pid_t, size_t, cpu_set_t*) {
   return -1;
 }
 
-void more_processors_than_a_set_of_fixed_size_holds_are_counted() {
+CASE(more_processors_than_a_set_of_fixed_size_holds_are_counted) {
   CHECK(allowed_processors(affinity_of_many) == 3000);
   CHECK(allowed_processors(affinity_that_is_refused) == 1);
   CHECK(allowed_processors() >= 1);
 }
 
-void processes_of_one_launcher_share_the_processors() {
+CASE(processes_of_one_launcher_share_the_processors) {
   CHECK(share_of_processors(16, 16, 8) == 2);
   CHECK(share_of_processors(16, 16, 5) == 3);
   CHECK(share_of_processors(2, 2, 8) == 1);
   CHECK(share_of_processors(16, 16, 1) == 16);
 }
 
-void a_process_that_is_bound_to_its_part_has_all_of_it() {
+CASE(a_process_that_is_bound_to_its_part_has_all_of_it) {
   CHECK(share_of_processors(8, 64, 8) == 8);   // bound to its own processors
   CHECK(share_of_processors(32, 64, 8) == 8);  // bound to half of the machine, with three others
 }
 
-void nonsense_in_the_variable_is_one_process() {
+CASE(nonsense_in_the_variable_is_one_process) {
   CHECK(processes_on_machine("8") == 8);
   CHECK(processes_on_machine(nullptr) == 1);
   for (const char* text : {"", "0", "-2", "8.5", "many", " 8", "99999999999999999999999"}) {
@@ -146,24 +147,4 @@ void nonsense_in_the_variable_is_one_process() {
 }
 
 }  // namespace
-
-int main() {
-  return run_cases({
-      {"version 2 gives a quota or none", version_2_gives_a_quota_or_none},
-      {"the tightest on the way to the root counts", the_tightest_on_the_way_to_the_root_counts},
-      {"version 1 is read where the controller is cpu",
-       version_1_is_read_where_the_controller_is_cpu},
-      {"what cannot be read bounds nothing", what_cannot_be_read_bounds_nothing},
-      {"there is always one processor", there_is_always_one_processor},
-      {"a cpuset is that of the nearest group that says",
-       a_cpuset_is_that_of_the_nearest_group_that_says},
-      {"version 1 has a cpuset of its own", version_1_has_a_cpuset_of_its_own},
-      {"more processors than a set of fixed size holds are counted",
-       more_processors_than_a_set_of_fixed_size_holds_are_counted},
-      {"processes of one launcher share the processors",
-       processes_of_one_launcher_share_the_processors},
-      {"a process that is bound to its part has all of it",
-       a_process_that_is_bound_to_its_part_has_all_of_it},
-      {"nonsense in the variable is one process", nonsense_in_the_variable_is_one_process},
-  });
-}
+}  // namespace processors_test

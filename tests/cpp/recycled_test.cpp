@@ -9,22 +9,23 @@
 
 using namespace tdcopier;
 
+namespace recycled_test {
 namespace {
 
-void a_freed_block_is_the_next_one_of_its_size() {
+CASE(a_freed_block_is_the_next_one_of_its_size) {
   void* first = allocate_block(5000);
   free_block(first, 5000);
   CHECK(allocate_block(8000) == first);  // both are rounded up to 8 KiB
   free_block(first, 8000);
 }
 
-void live_blocks_are_distinct() {
+CASE(live_blocks_are_distinct) {
   std::set<void*> seen;
   for (int i = 0; i < 100; ++i) CHECK(seen.insert(allocate_block(2048)).second);
   for (void* block : seen) free_block(block, 2048);
 }
 
-void blocks_of_any_size_hold_what_was_asked_for() {
+CASE(blocks_of_any_size_hold_what_was_asked_for) {
   for (const size_t bytes :
        {size_t{1}, size_t{1024}, size_t{1025}, size_t{1} << 20, (size_t{1} << 20) + 1}) {
     auto* block = static_cast<uint8_t*>(allocate_block(bytes));
@@ -34,13 +35,13 @@ void blocks_of_any_size_hold_what_was_asked_for() {
   }
 }
 
-void vectors_grow_and_keep_their_values() {
+CASE(vectors_grow_and_keep_their_values) {
   RecycledVector<int64_t> values;
   for (int64_t i = 0; i < 300000; ++i) values.push_back(i);
   for (int64_t i = 0; i < 300000; ++i) CHECK(values[static_cast<size_t>(i)] == i);
 }
 
-void many_threads_share_the_store() {
+CASE(many_threads_share_the_store) {
   std::vector<std::thread> threads;
   for (int t = 0; t < 8; ++t) {
     threads.emplace_back([t] {
@@ -54,13 +55,4 @@ void many_threads_share_the_store() {
 }
 
 }  // namespace
-
-int main() {
-  return run_cases({
-      {"a freed block is the next one of its size", a_freed_block_is_the_next_one_of_its_size},
-      {"live blocks are distinct", live_blocks_are_distinct},
-      {"blocks of any size hold what was asked for", blocks_of_any_size_hold_what_was_asked_for},
-      {"vectors grow and keep their values", vectors_grow_and_keep_their_values},
-      {"many threads share the store", many_threads_share_the_store},
-  });
-}
+}  // namespace recycled_test

@@ -10,20 +10,21 @@
 
 #include "check.h"
 
+namespace residency_test {
 namespace {
 
 using tdcopier::is_resident;
 
 constexpr size_t kBytes = 64 * 4096;
 
-void bytes_in_use_are_resident() {
+CASE(bytes_in_use_are_resident) {
   std::vector<char> memory(kBytes, 1);
   CHECK(is_resident(memory.data(), memory.size()));
   CHECK(is_resident(memory.data() + 5, 3));
   CHECK(is_resident(nullptr, 0));
 }
 
-void a_hole_that_nobody_has_read_is_not_and_reading_it_makes_it_so() {
+CASE(a_hole_that_nobody_has_read_is_not_and_reading_it_makes_it_so) {
   char path[] = "/tmp/tdcopier-residency-XXXXXX";
   const int file = ::mkstemp(path);
   CHECK(file >= 0);
@@ -42,7 +43,7 @@ void a_hole_that_nobody_has_read_is_not_and_reading_it_makes_it_so() {
   ::close(file);
 }
 
-void what_is_not_mapped_cannot_be_told() {
+CASE(what_is_not_mapped_cannot_be_told) {
   void* mapped = ::mmap(nullptr, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   CHECK(mapped != MAP_FAILED);
   ::munmap(mapped, 4096);
@@ -50,13 +51,4 @@ void what_is_not_mapped_cannot_be_told() {
 }
 
 }  // namespace
-
-int main() {
-  const Case cases[] = {
-      {"bytes in use are resident", bytes_in_use_are_resident},
-      {"a hole that nobody has read is not, and reading it makes it so",
-       a_hole_that_nobody_has_read_is_not_and_reading_it_makes_it_so},
-      {"what is not mapped cannot be told", what_is_not_mapped_cannot_be_told},
-  };
-  return run_cases(cases);
-}
+}  // namespace residency_test

@@ -11,6 +11,7 @@
 #include "base/row_index.h"
 #include "check.h"
 
+namespace row_copy_test {
 namespace {
 
 using tdcopier::RowLayout;
@@ -41,7 +42,8 @@ std::vector<RowLayout> layouts() {
   return made;
 }
 
-void test_gather(std::mt19937& random) {
+CASE(any_part_of_gathered_rows_is_right) {
+  std::mt19937 random(1);
   for (const RowLayout layout : layouts()) {
     const auto table = random_bytes(kRows * layout.stride_bytes, random);
     const auto rows = random_rows(30, random);
@@ -62,7 +64,8 @@ void test_gather(std::mt19937& random) {
   }
 }
 
-void test_scatter(std::mt19937& random) {
+CASE(any_part_of_scattered_rows_is_right) {
+  std::mt19937 random(2);
   for (const RowLayout layout : layouts()) {
     const auto before = random_bytes(kRows * layout.stride_bytes, random);
     const auto rows = random_rows(30, random);
@@ -82,7 +85,7 @@ void test_scatter(std::mt19937& random) {
   }
 }
 
-void test_wrapping() {
+CASE(negative_numbers_count_from_the_end_and_wrong_ones_are_found) {
   const std::vector<int64_t> given{0, 9, -1, -10};
   std::vector<int64_t> rows(given.size());
   CHECK(!tdcopier::wrap_rows(given, 10, rows));
@@ -99,11 +102,4 @@ void test_wrapping() {
 }
 
 }  // namespace
-
-int main() {
-  std::mt19937 random(1);
-  test_gather(random);
-  test_scatter(random);
-  test_wrapping();
-  return 0;
-}
+}  // namespace row_copy_test

@@ -14,13 +14,14 @@
 
 using namespace tdcopier;
 
+namespace shared_memory_test {
 namespace {
 
 std::string path_of(const SharedMemory& memory) {
   return "/proc/self/fd/" + std::to_string(memory.descriptor());
 }
 
-void both_mappings_show_what_either_writes() {
+CASE(both_mappings_show_what_either_writes) {
   const SharedMemory made = SharedMemory::make(10'000);
   CHECK(made.bytes().size() % static_cast<size_t>(::sysconf(_SC_PAGESIZE)) == 0);
   CHECK(made.bytes().size() >= 10'000);
@@ -34,7 +35,7 @@ void both_mappings_show_what_either_writes() {
   CHECK(made.bytes()[0] == std::byte{8});
 }
 
-void a_mapping_outlives_the_one_that_made_it() {
+CASE(a_mapping_outlives_the_one_that_made_it) {
   std::optional<SharedMemory> made = SharedMemory::make(1);
   made->bytes()[0] = std::byte{5};
   const SharedMemory opened = SharedMemory::open(path_of(*made));
@@ -42,13 +43,13 @@ void a_mapping_outlives_the_one_that_made_it() {
   CHECK(opened.bytes()[0] == std::byte{5});
 }
 
-void the_size_cannot_be_changed() {
+CASE(the_size_cannot_be_changed) {
   const SharedMemory made = SharedMemory::make(100'000);
   CHECK(::ftruncate(made.descriptor(), 0) == -1);
   CHECK(::ftruncate(made.descriptor(), 1 << 30) == -1);
 }
 
-void descriptors_are_closed() {
+CASE(descriptors_are_closed) {
   int number = -1;
   {
     SharedMemory made = SharedMemory::make(1);
@@ -67,7 +68,7 @@ void descriptors_are_closed() {
   other.bytes()[0] = std::byte{1};
 }
 
-void what_cannot_be_opened_is_an_error() {
+CASE(what_cannot_be_opened_is_an_error) {
   for (const char* path : {"/proc/self/fd/9999", "/nowhere"}) {
     bool raised = false;
     try {
@@ -80,13 +81,4 @@ void what_cannot_be_opened_is_an_error() {
 }
 
 }  // namespace
-
-int main() {
-  return run_cases({
-      {"both mappings show what either writes", both_mappings_show_what_either_writes},
-      {"a mapping outlives the one that made it", a_mapping_outlives_the_one_that_made_it},
-      {"the size cannot be changed", the_size_cannot_be_changed},
-      {"descriptors are closed", descriptors_are_closed},
-      {"what cannot be opened is an error", what_cannot_be_opened_is_an_error},
-  });
-}
+}  // namespace shared_memory_test

@@ -10,6 +10,7 @@
 
 using namespace tdcopier;
 
+namespace streaming_copy_test {
 namespace {
 
 void check_copy(StreamingCopy way, const std::vector<std::byte>& source, size_t from, size_t to,
@@ -34,9 +35,7 @@ void check_way(StreamingCopy way, const std::vector<std::byte>& source, std::mt1
   }
 }
 
-}  // namespace
-
-int main() {
+CASE(every_way_copies_all_bytes_and_no_other) {
   std::mt19937_64 random(7);
   std::vector<std::byte> source(200'000);
   for (std::byte& byte : source) byte = static_cast<std::byte>(random());
@@ -51,3 +50,6 @@ int main() {
     check_way(chosen, source, random);
   }
 }
+
+}  // namespace
+}  // namespace streaming_copy_test

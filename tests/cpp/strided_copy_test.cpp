@@ -9,6 +9,7 @@
 
 using namespace tdcopier;
 
+namespace strided_copy_test {
 namespace {
 
 // Returns the offset of element `n` from the array's first element.
@@ -46,7 +47,7 @@ void check_way_back(std::byte* to, const std::vector<StridedDim>& dims, uint32_t
   CHECK(got == sent);
 }
 
-void random_arrays() {
+CASE(random_arrays) {
   std::mt19937 random(7);
   const auto up_to = [&](int64_t most) {
     return std::uniform_int_distribution<int64_t>(0, most)(random);
@@ -76,7 +77,7 @@ void random_arrays() {
   }
 }
 
-void what_was_written_is_read() {
+CASE(what_was_written_is_read) {
   std::mt19937 random(9);
   const auto up_to = [&](int64_t most) {
     return std::uniform_int_distribution<int64_t>(0, most)(random);
@@ -102,7 +103,7 @@ void what_was_written_is_read() {
   }
 }
 
-void what_lies_like_one_dimension_is_joined() {
+CASE(what_lies_like_one_dimension_is_joined) {
   std::vector<StridedDim> dims = {{2, 24}, {1, 999}, {3, 8}, {2, 4}};
   CHECK(join_dims(dims) == 1);
   CHECK(dims[0].size == 12 && dims[0].stride_bytes == 4);
@@ -113,9 +114,4 @@ void what_lies_like_one_dimension_is_joined() {
 }
 
 }  // namespace
-
-int main() {
-  random_arrays();
-  what_was_written_is_read();
-  what_lies_like_one_dimension_is_joined();
-}
+}  // namespace strided_copy_test

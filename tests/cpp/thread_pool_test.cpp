@@ -12,9 +12,10 @@
 
 using namespace tdcopier;
 
+namespace thread_pool_test {
 namespace {
 
-void every_task_runs_once_before_shut_down_returns() {
+CASE(every_task_runs_once_before_shut_down_returns) {
   std::atomic<int> sum = 0;
   ThreadPool pool(4);
   for (int i = 1; i <= 1000; ++i) CHECK(pool.submit([&sum, i] { sum += i; }));
@@ -22,21 +23,21 @@ void every_task_runs_once_before_shut_down_returns() {
   CHECK(sum == 500500);
 }
 
-void workers_run_at_the_same_time() {
+CASE(workers_run_at_the_same_time) {
   ThreadPool pool(3);
   std::barrier together(3);  // passes only if all three tasks run at once
   for (int i = 0; i < 3; ++i) CHECK(pool.submit([&together] { together.arrive_and_wait(); }));
   pool.shut_down();
 }
 
-void a_task_may_submit_another() {
+CASE(a_task_may_submit_another) {
   ThreadPool pool(1);
   std::latch inner(1);
   CHECK(pool.submit([&] { CHECK(pool.submit([&inner] { inner.count_down(); })); }));
   inner.wait();
 }
 
-void idle_means_that_nothing_runs_and_nothing_waits() {
+CASE(idle_means_that_nothing_runs_and_nothing_waits) {
   ThreadPool pool(2);
   pool.wait_until_idle();
   for (int round = 0; round < 50; ++round) {
@@ -77,26 +78,14 @@ class SlowPoints final : public Interleaver {
   std::atomic<int> others_ = 0;  // at a point now
 };
 
-// A schedule begins after it, and would take such a worker for one that has work to do.
-void idle_means_that_no_worker_is_at_a_point() {
-  static SlowPoints slow;
-  set_interleaver(slow);
-  ThreadPool pool(2);
-  for (int round = 0; round < 5; ++round) {
-    CHECK(pool.submit([] {}));
-    pool.wait_until_idle();
-    CHECK(slow.others() == 0);
-  }
-}
-
-void a_closed_pool_takes_nothing() {
+CASE(a_closed_pool_takes_nothing) {
   ThreadPool pool(2);
   pool.shut_down();
   CHECK(!pool.submit([] {}));
   pool.shut_down();
 }
 
-void many_threads_may_submit() {
+CASE(many_threads_may_submit) {
   std::atomic<int> count = 0;
   ThreadPool pool(2);
   std::vector<std::thread> callers;
@@ -110,24 +99,22 @@ void many_threads_may_submit() {
   CHECK(count == 1600);
 }
 
-void there_is_at_least_one_worker() {
+CASE(there_is_at_least_one_worker) {
   CHECK(ThreadPool(0).workers() == 1);
 }
 
-}  // namespace
-
-int main() {
-  return run_cases({
-      {"every task runs once before shut_down returns",
-       every_task_runs_once_before_shut_down_returns},
-      {"workers run at the same time", workers_run_at_the_same_time},
-      {"a task may submit another", a_task_may_submit_another},
-      {"idle means that nothing runs and nothing waits",
-       idle_means_that_nothing_runs_and_nothing_waits},
-      {"a closed pool takes nothing", a_closed_pool_takes_nothing},
-      {"many threads may submit", many_threads_may_submit},
-      {"there is at least one worker", there_is_at_least_one_worker},
-      {"idle means that no worker is at a point",  // sets the interleaver for good
-       idle_means_that_no_worker_is_at_a_point},
-  });
+// A schedule begins after this wait, and would take such a worker for one that has work to do.
+// The last case, because it sets the interleaver for good.
+CASE(idle_means_that_no_worker_is_at_a_point) {
+  static SlowPoints slow;
+  set_interleaver(slow);
+  ThreadPool pool(2);
+  for (int round = 0; round < 5; ++round) {
+    CHECK(pool.submit([] {}));
+    pool.wait_until_idle();
+    CHECK(slow.others() == 0);
+  }
 }
+
+}  // namespace
+}  // namespace thread_pool_test
