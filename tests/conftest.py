@@ -6,6 +6,7 @@ so the two never share a process.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.metadata
 import multiprocessing
@@ -89,10 +90,12 @@ def sim() -> ModuleType:
 def nothing_old_is_collected() -> None:
     """Freezes the half a million objects of packages and pytest that exist before a module's tests.
 
-    Garbage collections in a test, and in TensorDict's `unlock_()`, then skip them.
+    Garbage collections in a test, and in TensorDict's `unlock_()`, then skip them. What is free
+    goes back to the system, because every fork copies the table of a process's pages.
     """
     gc.collect()
     gc.freeze()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)
