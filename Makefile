@@ -9,9 +9,9 @@ SHELL := /bin/bash
 SYSTEM_PYTHON ?= python3
 HAS_TORCH := $(shell $(SYSTEM_PYTHON) -c 'import importlib.util as u; print(int(u.find_spec("torch") is not None))' 2>/dev/null)
 JOBS ?= $(shell nproc)
-# Processes that share the Python tests, two more than processors, since some tests wait; with 0 a
+# Processes that share the Python tests, one more than processors, since some tests wait; with 0 a
 # single process runs them all, for a debugger.
-TEST_PROCESSES ?= $(shell expr $(JOBS) + 2)
+TEST_PROCESSES ?= $(shell expr $(JOBS) + 1)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Bytecode is kept, whatever the environment says: without it, each process compiles the tests anew,
 # and pytest rewrites their assertions.
@@ -46,10 +46,12 @@ endif
 demo: build $(HAS)demo
 	$(RUN) $(PY) tools/demo.py $(if $(filter venv,$(MODE)),--complete)
 
-# These three run beside each other: none keeps the processors busy.
+# The C++ tests take what the Python tests, some of which wait, leave of the processors.
 test: build
-	@$(MAKE) --no-print-directory -j3 $(HAS)test test-cpp broken-engines
-	$(TEST_PY)
+	@$(MAKE) --no-print-directory BUILT=1 -j2 $(HAS)test broken-engines
+	@nice -n 19 $(MAKE) --no-print-directory BUILT=1 test-cpp >build/test-cpp.log 2>&1 & cpp=$$!; \
+	trap "kill $$cpp" INT TERM; ($(TEST_PY)); py=$$?; \
+	wait $$cpp; cpp=$$?; tail -n +1 build/test-cpp.log; exit $$((py ? py : cpp))
 
 test-py: build broken-engines $(HAS)test
 	$(TEST_PY)
@@ -150,8 +152,9 @@ test-wheels: $(HAS)build
 release-check: $(HAS)release
 	$(PY) tools/release_check.py
 
+# BUILT: another make has done so, and has started this one.
 build: $(HAS)build
-	@$(INSTALL)
+	@$(if $(BUILT),,$(INSTALL))
 
 # ---- set-up -------------------------------------------------------------------------------------
 check-tools:

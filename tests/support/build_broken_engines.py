@@ -89,7 +89,9 @@ def build() -> None:
         if (ROOT / path).exists():
             _write(source / path, changed.get(path) or (ROOT / path).read_text())
     options = ["--no-build-isolation", "--no-deps", "--upgrade", "--target", str(SITE)]
-    options += ["-C", "cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O0"]  # fast to compile, slow to run
+    # Fast to compile and slow to run, and the compiler collects little garbage.
+    flags = "-O0 --param=ggc-min-heapsize=1000000"
+    options += ["-C", f"cmake.define.CMAKE_CXX_FLAGS_RELEASE={flags}"]
     options += ["-C", "cmake.define.TDCOPIER_SIM=OFF"]
     options += ["-C", f"cmake.define.TDCOPIER_BASE_LIBRARY={base_library()}"]
     subprocess.run(
