@@ -41,7 +41,7 @@ else
   PYTEST := cd build/site && $(RUN) $(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
 endif
 
-.PHONY: demo test test-cpp test-py test-oldest test-torch test-gpu test-sanitized broken-engines bench lint format docs wheel wheels test-wheels release-check build check-tools clean
+.PHONY: demo test built-test-py built-test-cpp test-cpp test-py test-oldest test-torch test-gpu test-sanitized broken-engines bench lint format docs wheel wheels test-wheels release-check build check-tools clean
 
 demo: build $(HAS)demo
 	$(RUN) $(PY) tools/demo.py $(if $(filter venv,$(MODE)),--complete)
@@ -49,9 +49,15 @@ demo: build $(HAS)demo
 # The C++ tests take what the Python tests, some of which wait, leave of the processors.
 test: build
 	@$(MAKE) --no-print-directory BUILT=1 -j2 $(HAS)test broken-engines
-	@nice -n 19 $(MAKE) --no-print-directory BUILT=1 test-cpp >build/test-cpp.log 2>&1 & cpp=$$!; \
-	trap "kill $$cpp" INT TERM; ($(TEST_PY)); py=$$?; \
-	wait $$cpp; cpp=$$?; tail -n +1 build/test-cpp.log; exit $$((py ? py : cpp))
+	@$(MAKE) --no-print-directory BUILT=1 -j2 built-test-py built-test-cpp
+
+built-test-py:
+	$(TEST_PY)
+
+built-test-cpp:
+	@nice -n 19 $(MAKE) --no-print-directory test-cpp >build/test-cpp.log 2>&1 || \
+	  { cat build/test-cpp.log; exit 1; }
+	@echo; echo "C++ tests: passed, see build/test-cpp.log"
 
 test-py: build broken-engines $(HAS)test
 	$(TEST_PY)
@@ -154,7 +160,7 @@ release-check: $(HAS)release
 
 # BUILT: another make has done so, and has started this one.
 build: $(HAS)build
-	@$(if $(BUILT),,$(INSTALL))
+	@$(if $(filter command,$(origin BUILT)),,$(INSTALL))
 
 # ---- set-up -------------------------------------------------------------------------------------
 check-tools:
@@ -165,6 +171,7 @@ check-tools:
 	@$@ -m pip install -q --upgrade 'pip>=25.1'
 
 # Of the many packages for tests, few modules are used: those are compiled when they are imported.
+COMPILE :=
 .venv/.has-test: COMPILE := --no-compile
 .venv/.has-%: pyproject.toml | .venv/bin/python
 	@echo "setting up .venv for: $* (the first time this may take minutes)"

@@ -59,7 +59,7 @@ def pairs_without_modules(wheels: Sequence[Path]) -> list[str]:
             found[f"3.{python[1]}" if python else ""] = "\n".join(zipfile.ZipFile(wheel).namelist())
     wanted = re.findall(r"Python (3\.\d+), torch (\d+\.\d+)", read("docs/design/wheels.json"))
     return [
-        f"{python} with {torch}"
+        f"Python {python}, torch {torch}"
         for python, torch in wanted
         if f"/for_torch_{torch}/_C." not in found.get(python, "")
     ]
@@ -89,7 +89,7 @@ def missing() -> list[str]:
     wheels = list(DIST.glob(f"tdcopier-{stated}-*.whl"))
     sources = list(DIST.glob(f"tdcopier-{stated}.tar.gz"))
     if pairs := pairs_without_modules(wheels):
-        found.append(f"dist has no wheel of {stated} for Python {', '.join(pairs)}: `make wheels`.")
+        found.append(f"dist lacks modules of {stated} for {', '.join(pairs)}: `make wheels`.")
     found += [
         f"{wheel.name} is not for all of Linux: `make wheels` names the oldest C library."
         for wheel in wheels

@@ -38,7 +38,14 @@ def rewritten(sentence: Sentence, page: str, results: Named) -> str:
 
 
 def short(number: float) -> str:
-    """Return a number with two digits that count, and no fewer than it has before the point."""
+    """Return a number with two digits that count, and no fewer than it has before the point.
+
+    Raises:
+        ValueError: It is so small, or negative, that the text would be no `FIGURE`.
+
+    """
+    if number < 0.001:
+        raise ValueError(f"{number} is no figure for a sentence")
     if number >= 10:
         return f"{number:,.0f}"
     return f"{number:.1f}" if number >= 1 else f"{number:.2g}"
@@ -172,11 +179,6 @@ SENTENCES = (
         "docs/design/data_path.md",
         "takes {} to {} of the time of host threads, and {} to {} of that of `index_select`",
         _rows_by_kernel,
-    ),
-    Sentence(
-        "docs/concepts/memory.md",
-        "pinning takes about {} ms for each gigabyte",
-        _pinning_of_a_gigabyte,
     ),
     Sentence(
         "docs/guide/park.md",

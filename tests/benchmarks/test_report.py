@@ -170,12 +170,15 @@ def test_the_readme_has_the_figures_of_the_committed_results() -> None:
     readme = (BENCHMARKS.parent / "README.md").read_text("utf-8")
     assert report.with_part(readme, report.readme_part(list(RESULTS.values()))) == readme
     assert report.with_part(readme, "new") != readme
+    with pytest.raises(ValueError, match="has no"):
+        report.with_part("text", "new")
 
 
 @pytest.mark.parametrize("sentence", sentences.SENTENCES, ids=lambda each: each.text[:30])
 def test_a_sentence_of_the_docs_has_the_figures_of_the_committed_results(sentence: Any) -> None:
     page = (BENCHMARKS.parent / sentence.page).read_text("utf-8")
     assert sentences.rewritten(sentence, page, RESULTS) == page
+    assert report.written_anew(list(RESULTS.values()))[BENCHMARKS.parent / sentence.page] == page
     count = sentence.text.count("{}")
     other = sentence._replace(figures=lambda results: [1234.5] * count)
     assert sentences.rewritten(other, page, RESULTS).count("1,234") == count
@@ -190,8 +193,18 @@ def test_a_sentence_of_the_docs_has_the_figures_of_the_committed_results(sentenc
 )  # fmt: skip
 def test_a_figure_has_two_digits_that_count(number: float, text: str) -> None:
     assert sentences.short(number) == text
-    with pytest.raises(ValueError, match="has no"):
-        report.with_part("text", "new")
+
+
+@pytest.mark.parametrize("number", [0.0, 0.0009, -2.0])
+def test_a_figure_that_would_not_be_found_again_is_refused(number: float) -> None:
+    with pytest.raises(ValueError, match="no figure"):
+        sentences.short(number)
+
+
+def test_nothing_is_written_anew_without_a_result_that_a_page_needs() -> None:
+    for missing in ("cold", "travel", "pinning"):
+        with pytest.raises(KeyError):
+            report.written_anew([each for name, each in RESULTS.items() if name != missing])
 
 
 # ---- plots ---------------------------------------------------------------------------------------

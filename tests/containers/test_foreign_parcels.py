@@ -159,12 +159,13 @@ def test_a_tensorclass_without_a_tensordict_is_refused():
 
 def test_a_pickled_value_that_is_no_tensor_is_refused_as_an_entry():
     entry = torch.ones(2, requires_grad=True)
-    data = bytes(pack([{"a set"}, TensorDict({"a": entry}, [2])]))
-    layout, body = parts_of(data)
-    assert layout.endswith(bytes([9, 20, 1]))  # the second pickled value
-    assert_same(read(data).tree()[1]["a"], entry)
-    with pytest.raises(ValueError, match="a pickled value is of the wrong type"):
-        read(joined(layout[:-1] + bytes([0]), body)).tree()
+    for other in ({"a set"}, torch.Tensor):  # a class has the methods of its objects
+        data = bytes(pack([other, TensorDict({"a": entry}, [2])]))
+        layout, body = parts_of(data)
+        assert layout.endswith(bytes([9, 20, 1]))  # the second pickled value
+        assert_same(read(data).tree()[1]["a"], entry)
+        with pytest.raises(ValueError, match="a pickled value is of the wrong type"):
+            read(joined(layout[:-1] + bytes([0]), body)).tree()
 
 
 def test_what_has_no_buffer_is_refused():

@@ -65,7 +65,7 @@ def test_everything_that_is_missing_is_told(release_check, monkeypatch, tmp_path
     monkeypatch.setattr(release_check, "DIST", tmp_path)
     monkeypatch.setattr(release_check, "version", lambda: "9.9.9")
     found = " ".join(release_check.missing())
-    for each in ("no section", "CITATION.cff", "no wheel", "no sdist"):
+    for each in ("no section", "CITATION.cff", "dist lacks modules", "no sdist"):
         assert each in found
     (tmp_path / "tdcopier-9.9.9-cp311-cp311-linux_x86_64.whl").touch()
     found = " ".join(release_check.missing())
@@ -82,7 +82,7 @@ def test_pairs_without_modules_are_told(release_check, monkeypatch, tmp_path):
     names = [f"Python {python}, torch {torch}.0" for python, torch in PAIRS]
     monkeypatch.setattr(release_check, "read", lambda _: str(dict.fromkeys(names)))
     found = release_check.pairs_without_modules(sorted(tmp_path.glob("*.whl")))
-    assert found == ["3.11 with 2.15", "3.12 with 2.11"]
+    assert found == ["Python 3.11, torch 2.15", "Python 3.12, torch 2.11"]
 
 
 def test_a_tag_at_another_commit_is_told(release_check, monkeypatch):

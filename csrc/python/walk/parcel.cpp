@@ -103,7 +103,7 @@ bool fits(PyObject* value, PickledPlace::Needs needs) {
     case PickledPlace::Needs::kDict:
       return PyDict_Check(value);
     case PickledPlace::Needs::kEntry:
-      return is_tensor(value) || PyObject_HasAttrString(value, "to") == 1;
+      return !PyType_Check(value) && PyObject_HasAttrString(value, "to") == 1;
   }
   Py_UNREACHABLE();
 }
