@@ -46,7 +46,7 @@ def short(number: float) -> str:
     """
     if number < 0.001:
         raise ValueError(f"{number} is no figure for a sentence")
-    if number >= 10:
+    if number >= 9.95:  # which rounds to 10
         return f"{number:,.0f}"
     return f"{number:.1f}" if number >= 1 else f"{number:.2g}"
 

@@ -188,8 +188,8 @@ def test_a_sentence_of_the_docs_has_the_figures_of_the_committed_results(sentenc
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0.0513, "0.051"), (0.26, "0.26"), (0.5, "0.5"), (1.0, "1.0"), (9.949, "9.9"), (26.8, "27"),
-     (1234.4, "1,234")],
+    [(0.0513, "0.051"), (0.26, "0.26"), (0.5, "0.5"), (1.0, "1.0"), (9.949, "9.9"), (9.96, "10"),
+     (26.8, "27"), (1234.4, "1,234")],
 )  # fmt: skip
 def test_a_figure_has_two_digits_that_count(number: float, text: str) -> None:
     assert sentences.short(number) == text
