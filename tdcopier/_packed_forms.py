@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tdcopier._containers import by_bases, dataclass_fields
-from tdcopier._containers.attributes import find_slots
+from tdcopier._containers.attributes import class_attribute, find_slots
 from tdcopier._containers.registry import rule_of
 from tdcopier._containers.rule import Rule
 
@@ -23,8 +24,10 @@ _Form = tuple[str, str, Any]
 """Module, qualified name, and the rest of the context, of which no part can be changed."""
 
 
-def packed_form(unflatten: Callable[..., Any], context: Any) -> _Form | None:
+def packed_form(unflatten: Callable[..., Any], context: Any, children: int) -> _Form | None:
     """Return what stands for a container's rebuild function and context; None: only a pickle can.
+
+    A container that lacks a field is for a pickle, so that bytes cannot make such ones.
 
     The native writer asks for a pickle too if the third part is no plain value.
     """
@@ -32,13 +35,15 @@ def packed_form(unflatten: Callable[..., Any], context: Any) -> _Form | None:
         cls: type
         cls, attributes = context
         rest: Any = attributes or None  # a dict is no plain value
+        is_whole = _has_all_items(cls, children)
     elif unflatten is dataclass_fields.DATACLASSES.unflatten:
         cls, places, others, in_slots = context
         rest = (_tuples(places), tuple(others.items()), tuple(sorted(in_slots)))
+        is_whole = _has_all_fields(cls, *rest)
     else:
         return None
     module, name = cls.__module__, cls.__qualname__
-    is_found = _is_harmless(cls) and _class_named(module, name) is cls
+    is_found = is_whole and _is_harmless(cls) and _class_named(module, name) is cls
     return (module, name, rest) if is_found else None
 
 
@@ -66,11 +71,11 @@ def from_packed_form(
     cls: Any = found
     rule = rule_of(cls)
     unflatten = rule.unflatten if isinstance(rule, Rule) else None
-    if unflatten is by_bases.TUPLES.unflatten and rest is None:
+    if unflatten is by_bases.TUPLES.unflatten and rest is None and _has_all_items(cls, children):
         return cls, unflatten, (cls, {})
     if unflatten is dataclass_fields.DATACLASSES.unflatten and _is_dataclass_form(rest, children):
         places, others, in_slots = rest
-        if set(in_slots) <= {name for _, name in find_slots(cls)}:
+        if _has_all_fields(cls, *rest):
             return cls, unflatten, (cls, [list(names) for names in places], dict(others), in_slots)
     raise ValueError(f"the parcel has a {cls.__qualname__} that cannot be rebuilt")
 
@@ -110,6 +115,36 @@ def _can_be_made(cls: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _has_all_items(cls: Any, children: int) -> bool:
+    names = class_attribute(cls, "_fields")
+    return not isinstance(names, tuple) or len(names) == children
+
+
+def _has_all_fields(
+    cls: Any,
+    places: Sequence[Sequence[str]],
+    others: Sequence[tuple[str, Any]],
+    in_slots: Collection[str],
+) -> bool:
+    """Return whether such a dataclass has each field, and nothing twice or out of place."""
+    names = [*itertools.chain.from_iterable(places), *(name for name, _ in others)]
+    given, slots = set(names), {name for _, name in find_slots(cls)}
+    fields = [field.name for field in dataclasses.fields(cls)]
+    return (
+        len(given) == len(names)
+        and all(places)
+        and len(places) <= len(fields)
+        and given & slots == set(in_slots)
+        and (given <= slots or cls.__dictoffset__ != 0)
+        and all(name in given or _is_of_the_class(cls, name, slots) for name in fields)
+    )
+
+
+def _is_of_the_class(cls: Any, name: str, slots: Collection[str]) -> bool:
+    """Return whether an object has this attribute without storing it: a default, or a property."""
+    return name not in slots and any(name in vars(base) for base in cls.__mro__)
 
 
 def _tuples(rows: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import abc
 import dataclasses
 import gc
+import itertools
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -295,3 +296,90 @@ def test_bytes_may_name_only_dataclasses_that_can_be_made_and_run_no_code(cls):
     else:
         with pytest.raises(ValueError, match="does not know"):
             read(data, allow_pickle=False)
+
+
+class Both(NamedTuple):
+    x: Any
+    y: Any = 1
+
+
+@dataclasses.dataclass
+class Open:
+    x: Any
+    y: Any = 1
+
+
+@dataclasses.dataclass
+class Closed:
+    __slots__ = ("x", "y")
+    x: Any
+    y: Any
+
+
+def bytes_of_class(cls: type, children: int, rest: list[int]) -> bytes:
+    """Returns the bytes of a container of this class, whose children are None."""
+    module, name = cls.__module__.encode(), cls.__qualname__.encode()
+    head = [0, 0, 4, children, 15, len(module), *module, 15, len(name), *name]
+    return joined(bytes([*head, *rest, *[9, 10] * children]), b"")
+
+
+def attributes(places: str, others: str = "", in_slots: str = "") -> list[int]:
+    """Returns the third part: the place of each child, attributes that are None, which are slots.
+
+    Each name is one letter.
+    """
+    its = [[17, 1, 15, 1, ord(name)] for name in places]
+    pairs = [[17, 2, 15, 1, ord(name), 10] for name in others]
+    slots = [[15, 1, ord(name)] for name in in_slots]
+    parts = [[17, len(part), *itertools.chain(*part)] for part in (its, pairs, slots)]
+    return [17, 3, *itertools.chain(*parts)]
+
+
+@pytest.mark.parametrize(
+    ("cls", "rest", "is_whole"),
+    [
+        (Both, [10], True),
+        (Open, attributes("xy"), True),
+        (Open, attributes("yx"), True),
+        (Open, attributes("xz"), True),  # y has a default
+        (Open, attributes("xx"), False),
+        (Open, attributes("yz"), False),
+        (Open, attributes("xy", "y"), False),
+        (Open, attributes("xyz"), False),
+        (Open, attributes("xy", in_slots="x"), False),
+        (Open, attributes("y", "x"), True),
+        (Open, attributes("x"), True),
+        (Open, attributes("y"), False),
+        (Closed, attributes("xy", in_slots="xy"), True),
+        (Closed, attributes("xy", in_slots="x"), False),
+        (Closed, attributes("xy"), False),
+        (Closed, attributes("x", in_slots="x"), False),
+        (Closed, attributes("xy", "z", in_slots="xy"), False),
+    ],
+)
+def test_bytes_make_no_dataclass_that_lacks_a_field(cls, rest, is_whole):
+    data = bytes_of_class(cls, 2 if cls is Both else rest[3], rest)
+    if is_whole:
+        made = read(data, allow_pickle=False).tree()
+        assert type(made) is cls
+        assert made.x is None
+        assert made.y in (None, 1)
+    else:
+        with pytest.raises(ValueError, match=f"a {cls.__qualname__} that cannot be rebuilt"):
+            read(data, allow_pickle=False)
+
+
+@pytest.mark.parametrize("children", [0, 1, 3])
+def test_bytes_make_no_named_tuple_of_other_items_than_its_fields(children):
+    with pytest.raises(ValueError, match="a Both that cannot be rebuilt"):
+        read(bytes_of_class(Both, children, [10]), allow_pickle=False)
+
+
+def test_a_dataclass_that_lacks_a_field_is_pickled():
+    value = Open(torch.ones(2), 3)
+    del value.x
+    parcel = pack([value, torch.ones(1)])
+    (got, _) = parcel.tree()
+    assert vars(got) == {"y": 3}
+    with pytest.raises(ValueError, match="allow_pickle"):
+        read(bytes(parcel), allow_pickle=False)

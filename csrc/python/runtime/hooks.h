@@ -25,10 +25,10 @@ struct Hooks {
   pybind11::object replacements;
   pybind11::object arrived;
   pybind11::object stats_of;
-  // packed_form(unflatten, context): the (module, class name, value) of a container that can be
-  // rebuilt without a pickle, or None. from_packed_form(module, name, value, number of children,
-  // may import) returns (class, unflatten, context), or raises ValueError. are_current([(module,
-  // name, class)]) tells whether the names still mean these classes.
+  // packed_form(unflatten, context, number of children): the (module, class name, value) of a
+  // container that can be rebuilt without a pickle, or None. from_packed_form(module, name, value,
+  // number of children, may import) returns (class, unflatten, context), or raises ValueError.
+  // are_current([(module, name, class)]) tells whether the names still mean these classes.
   pybind11::object packed_form;
   pybind11::object from_packed_form;
   pybind11::object are_current;

@@ -86,7 +86,7 @@ class LayoutWriter {
   // Some containers are written by the name of their class; others need a pickle.
   void write_head_of_custom(uint32_t children) {
     PyObject* const* const its = std::exchange(key_, key_ + 2);
-    const py::object form = hooks().packed_form(py::handle(its[0]), py::handle(its[1]));
+    const py::object form = hooks().packed_form(py::handle(its[0]), py::handle(its[1]), children);
     const bool is_named = !form.is_none() && is_written_as_it_is(form[py::int_(2)].ptr(), 0);
     token(is_named ? ParcelToken::kRebuilt : ParcelToken::kCustom);
     to_.number(children);
