@@ -284,14 +284,23 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _reducers() -> dict[type, Callable[[Any], Any]]:
-    """Return the reducers that users have registered, without those that send descriptors."""
+    """Return the reducers that users have registered, without those that send descriptors.
+
+    Without these, a tensor is pickled with its values. A handle would be pickled as a mere number,
+    which means another file, or none, in another process.
+    """
     registry: Any = ForkingPickler
-    own = {
-        cls: reducer
-        for cls, reducer in registry._extra_reducers.copy().items()
-        if not _module_of(reducer).startswith(_SEND_DESCRIPTORS)
-    }
+    own = {}
+    for cls, reducer in registry._extra_reducers.copy().items():
+        if cls is torch.cuda.Event or _module_of(reducer) == "multiprocessing.connection":
+            own[cls] = _refuse_handle
+        elif not _module_of(reducer).startswith(_SEND_DESCRIPTORS):
+            own[cls] = reducer
     return {**copyreg.dispatch_table, **own}
+
+
+def _refuse_handle(value: Any) -> Any:
+    raise TypeError(f"a {type(value).__qualname__} is a handle of this process")
 
 
 def _module_of(function: Any) -> str:

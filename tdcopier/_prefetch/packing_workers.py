@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,8 +27,17 @@ from tdcopier._prefetch.stats import PrefetchCounters
 class Unpacked(NamedTuple):
     """A batch that a worker could not pack, and sends as torch does."""
 
-    batch: Any
+    pickled: bytes
     why: str
+
+    @classmethod
+    def of(cls, batch: Any, why: str) -> Unpacked:
+        """Pickle it here: an error in the queue's thread would never reach the loop, which waits.
+
+        Raises:
+            Exception: it cannot be sent.
+        """
+        return cls(bytes(ForkingPickler.dumps(batch)), why)
 
 
 class PackingCollate:
@@ -50,9 +60,12 @@ class PackingCollate:
         try:
             parcel = pack(batch, out=memory_to_send)
         except Exception as error:  # torch may be able to send it
-            return Unpacked(batch, f"{type(error).__name__}: {error}")
+            try:
+                return Unpacked.of(batch, f"{type(error).__name__}: {error}")
+            except Exception as of_torch:
+                raise error from of_torch
         if parcel.device.type != "cpu":  # torch sends memory of a device without a copy
-            return Unpacked(batch, f"its leaves are on {parcel.device}")
+            return Unpacked.of(batch, f"its leaves are on {parcel.device}")
         return parcel
 
     def _stacked(self, samples: Any) -> Parcel | None:
@@ -117,7 +130,7 @@ class Packing:
         batch = next(iterator)
         if type(batch) is Unpacked:
             self._counters.why_unpacked = batch.why
-            return batch.batch
+            return ForkingPickler.loads(batch.pickled)
         if type(batch) is Parcel:
             self._counters.packed_batches += 1
             why_not = slabs.why_not_in_place(batch) if self._pins else _FOR_THE_HOST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import enum
+import multiprocessing
 import pickle
 import threading
 from collections.abc import Callable
@@ -347,6 +348,13 @@ def test_an_error_names_the_path_of_what_cannot_be_pickled():
     td["n"] = {"lock": Holder(lock=threading.Lock())}
     with pytest.raises(TypeError, match=r"^data\[0\]\['n'\].*lock.* cannot be pickled "):
         dump([td])
+
+
+def test_a_handle_of_this_process_is_refused():
+    """Pickle takes its number, which means another open file in the process that reads it."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    with reader, writer, pytest.raises(TypeError, match=r"^data\[0\]\['pipe'\] cannot .* handle"):
+        dump([{"pipe": reader}])
 
 
 def test_a_tensor_that_its_storage_is_too_small_for_is_named_and_left_as_it_is():

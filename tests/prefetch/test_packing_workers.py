@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -176,6 +178,33 @@ def test_a_batch_that_cannot_be_packed_comes_as_torch_sends_it(device):
         assert "not yet" in (batches.stats.why_unpacked or "")
     assert_like([leaf for leaf, _ in found], [torch.ones(3, device=device)] * 2)
     assert [type(each) for _, each in found] == [Fussy] * 2
+
+
+def with_a_pipe(samples: list[Any]) -> Any:
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    writer.send("from the worker")
+    return [torch.ones(3), reader]
+
+
+def test_what_only_torch_can_send_arrives(device):
+    with tdcopier.prefetch(loader_of(Nested(5), with_a_pipe), device) as batches:
+        for _, reader in batches:
+            with reader:
+                assert reader.recv() == "from the worker"
+        assert "cannot be pickled" in (batches.stats.why_unpacked or "")
+
+
+def with_a_lock(samples: list[Any]) -> Any:
+    return {"x": torch.ones(3), "lock": threading.Lock()}
+
+
+def test_a_batch_that_no_way_can_send_is_an_error_in_the_loop(device):
+    loader = loader_of(Nested(5), with_a_lock, num_workers=1)
+    with (
+        tdcopier.prefetch(loader, device) as batches,
+        pytest.raises(TypeError, match=r"data\['lock'\] cannot be pickled"),
+    ):
+        next(iter(batches))
 
 
 class OwnIteration(DataLoader[Any]):
