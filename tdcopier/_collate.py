@@ -100,6 +100,7 @@ def collate(samples: Sequence[Any]) -> Any:
         TypeError: samples contain a value that cannot be stacked, or are no sequence.
         KeyError: a sample lacks a key of the first one.
         IndexError: there are no samples.
+        RecursionError: samples are nested more than 1000 deep, or contain themselves.
     """
     walk = _Walk()
     plan = walk.plan_all(samples)
@@ -109,6 +110,7 @@ def collate(samples: Sequence[Any]) -> Any:
     return plan.build(in_chunks({dtype: shared_memory(size) for dtype, size in sizes.items()}))
 
 
+_MOST_LEVELS = 1000
 Collate: TypeAlias = Callable[[Any], Any]
 
 
@@ -247,6 +249,8 @@ class _Walk:
         )
 
     def _children(self, steps: list[str], columns: Iterator[Sequence[Any]]) -> list[Plan]:
+        if len(self.path) == _MOST_LEVELS:
+            raise RecursionError
         children = []
         for step in steps:
             self.path.append(step)

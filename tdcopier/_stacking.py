@@ -257,7 +257,12 @@ def raise_with_path(error: Exception, steps: Sequence[str]) -> None:
         apart = "; to keep samples of several sizes apart, use collate_fn=list or tdcopier.pack"
         is_size = str(error).startswith("stack expects each tensor to be equal size")
         raise type(error)(f"{path}: {error}{apart if is_size else ''}") from error
-    if hasattr(error, "add_note") and not isinstance(error, RecursionError):
+    if type(error) is RecursionError:
+        start = "sample" + "".join(steps[:8])
+        raise RecursionError(
+            f"the samples are nested too deep, from {start}... on: does one contain itself?"
+        ) from error
+    if hasattr(error, "add_note"):
         error.add_note(f"while {path} was collated")
 
 

@@ -29,7 +29,7 @@ from tdcopier._park.tensors import (
     tensors_in,
 )
 from tdcopier._park.transfers import PACKED_BYTES
-from tdcopier._park.value_paths import Place, named, text_of
+from tdcopier._park.value_paths import Depth, Place, named, text_of
 from tdcopier._progress import Progress
 
 __all__ = ["Snapshot", "snapshot"]
@@ -190,7 +190,9 @@ def snapshot(
         copied = kind(memory.tensors(), memory.sizes_bytes, progress)
     on_host = memory.like(stable.tensors, copied.parts)
     replaced: dict[int, Any] = dict(zip(map(id, found.tensors), on_host, strict=True))
-    taken = Snapshot(_TreeCopy(replaced).of(tree, "state"), copied, n_bytes)
+    with Depth():
+        made = _TreeCopy(replaced).of(tree, "state")
+    taken = Snapshot(made, copied, n_bytes)
     optimizers = {id(each): each for each in [*data.optimizers, optimizer] if each is not None}
     waiting = [wait_in_step(each, taken) for each in optimizers.values()]
     if not (bool(waiting) and all(waiting) if defer_wait is None else defer_wait):
@@ -213,6 +215,7 @@ class _Data:
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
         self.owners: list[tuple[Place, Any]] = []
+        self._depth = Depth()
         self._buffers: set[int] = set()
         self._clones: dict[int, torch.UntypedStorage] = {}
 
@@ -236,7 +239,8 @@ class _Data:
             return value
         if level is None:
             return value
-        made = [self.of(child, (at, form, name)) for form, name, child in level.steps()]
+        with self._depth:
+            made = [self.of(child, (at, form, name)) for form, name, child in level.steps()]
         return value if all(map(operator.is_, made, level.children)) else level.rebuild(made)
 
     def stable(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

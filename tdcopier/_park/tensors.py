@@ -20,7 +20,7 @@ from tdcopier._containers.rule import Refused
 from tdcopier._containers.visit import ATTRIBUTE, ITEM, level_of
 from tdcopier._options import OnUnknown
 from tdcopier._park.hiding_places import HidingPlaces
-from tdcopier._park.value_paths import Place, named, text_of
+from tdcopier._park.value_paths import Depth, Place, named, text_of
 
 _DICTS = (OrderedDict, defaultdict)
 """Their attributes, a factory or metadata, are not looked into."""
@@ -64,7 +64,7 @@ def tensors_in(
             `.to` of a tensor knows its memory.
         ValueError: the memory of a tensor is not one strided piece that a device can copy; no
             tensor has device memory.
-        RecursionError: a container contains itself.
+        RecursionError: containers are nested more than 1000 deep, or contain themselves.
     """
     walk = _Walk(gradients, HidingPlaces(on_unknown, is_parking, owners))
     walk.value(state, "state")
@@ -98,6 +98,7 @@ class _Walk:
     def __init__(self, gradients: bool, hiding_places: HidingPlaces) -> None:
         self.found = FoundTensors([], [], [])
         self.hiding_places = hiding_places
+        self._depth = Depth()
         self._containers = 0
         self._options_on_host = 0
         self._gradients = gradients
@@ -111,7 +112,8 @@ class _Walk:
         elif isinstance(value, Optimizer):
             self._optimizer(value, at)
         elif not (value is None or isinstance(value, int | float | complex | str | bytes)):
-            self._other(value, at)
+            with self._depth:
+                self._other(value, at)
 
     def refuse_nothing(self, state: Any, *, is_parking: bool) -> None:
         """Raise an error if no tensor with device memory was found and that is a mistake."""

@@ -13,6 +13,28 @@ CAPTURED = "the variable {} that the function {of} captured"
 BOUND_TO = "the object that the method {of} is bound to"
 
 
+class Depth:
+    """Counts the containers that a walk is in, and refuses more than the engine's walks do."""
+
+    MOST = 1000
+
+    def __init__(self) -> None:
+        """Start outside of the state."""
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        """Enter a container, or raise a RecursionError."""
+        if self._depth == self.MOST:
+            raise RecursionError
+        self._depth += 1
+
+    def __exit__(self, cls: type[BaseException] | None, error: Any, trace: Any) -> None:
+        """Leave it; the outermost one says what is wrong, also if the interpreter has refused."""
+        self._depth -= 1
+        if self._depth == 0 and cls is RecursionError:
+            raise RecursionError("the state is nested too deep: does it contain itself?") from error
+
+
 def text_of(place: Place) -> str:
     """Return a place as text: `state['x'].model`, or in words where it is reached in no such way.
 

@@ -220,11 +220,17 @@ def test_an_error_of_another_class_is_raised_as_it_is_with_a_note():
     assert caught.value.__notes__ == ["while sample['a']['b'] was collated"]
 
 
-def test_a_sample_that_holds_itself_is_a_recursion_error():
+@pytest.mark.parametrize("limit", [1000, 10**6])
+def test_a_sample_that_holds_itself_is_a_recursion_error(limit):
     sample: list[Any] = []
     sample.append(sample)
-    with pytest.raises(RecursionError):
-        tdcopier.collate([sample, sample])
+    before = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(limit)
+        with pytest.raises(RecursionError, match=r"from sample\[0\]\[0\].* contain itself"):
+            tdcopier.collate([sample, sample])
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def test_without_tensordicts_their_package_is_not_imported():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 import types
 from typing import Any
 
 import pytest
 import torch
 from park_support import LARGE, has_memory, is_resident, trained
-from support import run_python
+from support import raises_exactly, run_python
 from tensordict import TensorDict
 
 import tdcopier
@@ -183,11 +184,29 @@ def test_a_tensor_that_is_parked_already_is_refused_in_any_tree(device):
     assert is_resident(model, optimizer)
 
 
-def test_a_container_that_contains_itself_is_refused(device):
-    state: list[Any] = []
+@pytest.mark.parametrize("limit", [1000, 10**6])
+@pytest.mark.parametrize("call", [tdcopier.park, tdcopier.snapshot])
+def test_a_container_that_contains_itself_is_refused(device, call, limit):
+    state: list[Any] = [torch.ones(2, device=device)]
     state.append(state)
-    with pytest.raises(RecursionError):
-        tdcopier.park(state)
+    before = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(limit)
+        with raises_exactly(RecursionError, TOO_DEEP):
+            call(state)
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_a_state_too_deep_to_be_copied_is_refused(device):
+    state: list[Any] = [torch.ones(2, device=device)]
+    for _ in range(sys.getrecursionlimit() - 100):
+        state = [state]
+    with raises_exactly(RecursionError, TOO_DEEP):
+        tdcopier.snapshot(state)
+
+
+TOO_DEEP = "the state is nested too deep: does it contain itself?"
 
 
 @pytest.mark.parametrize("call", [tdcopier.park, tdcopier.snapshot])
