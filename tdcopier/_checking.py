@@ -20,6 +20,7 @@ from tdcopier._asyncio import arrived
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.registry import is_wrapped
+from tdcopier._limits import is_on
 from tdcopier._stats import CopyStats
 
 T = TypeVar("T")
@@ -44,19 +45,7 @@ class SourceModifiedError(RuntimeError):
 SourceModifiedError.__module__ = "tdcopier"
 
 
-def _enabled_by_environment() -> bool:
-    """Return whether copies are checked.
-
-    Raises:
-        ValueError: the variable is neither 0 nor 1.
-    """
-    text = os.environ.get(_VARIABLE) or "0"
-    if text not in ("0", "1"):
-        raise ValueError(f"{_VARIABLE} must be 0 or 1; got {text!r}")
-    return text == "1"
-
-
-enabled = _enabled_by_environment()
+enabled = is_on(_VARIABLE)
 """Whether copies are checked; each call asks."""
 
 

@@ -173,10 +173,15 @@ def _gather_from_environment() -> None:
     _C.use_segment_kernel(text == "kernel")
 
 
-def _progress_from_environment() -> bool:
-    text = os.environ.get(_PROGRESS_VARIABLE) or "1"
+def is_on(variable: str, default: str = "0") -> bool:
+    """Return whether an environment variable turns something on.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    text = os.environ.get(variable) or default
     if text not in ("0", "1"):
-        raise ValueError(f"{_PROGRESS_VARIABLE}={text!r}: give 0 or 1")
+        raise ValueError(f"{variable} must be 0 or 1; got {text!r}")
     return text == "1"
 
 
@@ -185,5 +190,5 @@ _limit_from_environment(_PINNED_LIMIT_VARIABLE, set_pinned_bytes)
 _limit_from_environment(_SLAB_LIMIT_VARIABLE, set_slab_bytes)
 _gather_from_environment()
 _workers_from_environment()
-shows_progress = _progress_from_environment()
+shows_progress = is_on(_PROGRESS_VARIABLE, "1")
 """Whether long work shows its progress where stderr is a terminal."""

@@ -94,6 +94,11 @@ class Memory:
         if isinstance(self._out, Parcel):
             raise TypeError("out is a parcel, which would read the new leaves by its old layout")
         is_tensor = isinstance(self._out, torch.Tensor)
+        if not is_tensor and self._out is not None:
+            try:
+                memoryview(self._out)
+            except TypeError as error:
+                raise TypeError(f"out must be a tensor or a buffer: {error}") from error
         if is_tensor and device.type == "cpu" and not self._out.is_cpu:
             raise TypeError(f"out is on {self._out.device}, and the tree on the host")
         return self._out

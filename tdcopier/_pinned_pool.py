@@ -107,13 +107,13 @@ def usage() -> Usage:
     return Usage(*_C.pinned_use(), _C.pinned_slab_bytes())
 
 
-@keep_out_of_graphs("pinned.staging_buffer_bytes()")
-def staging_buffer_bytes(device: Device) -> int:
+@keep_out_of_graphs("pinned.staging_bytes()")
+def staging_bytes(device: Device) -> int:
     """Return the number of bytes of pinned memory that currently stage copies to and from `device`.
 
     For example::
 
-        print(tdcopier.pinned.staging_buffer_bytes("cuda:0") // 2**20, "MiB")
+        print(tdcopier.pinned.staging_bytes("cuda:0") // 2**20, "MiB")
 
     Prefetched batches that wait to be sent have memory of their own, which is not counted here: see
     `limits.set_staging_bytes`.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
+from tdcopier._limits import is_on
 
 _VARIABLE = "TDCOPIER_TIME_STEPS"
 
@@ -48,5 +48,5 @@ def _want(change: int) -> None:
         _C.time_steps(_wanted > 0)
 
 
-if os.environ.get(_VARIABLE) == "1":
+if is_on(_VARIABLE):
     _want(1)

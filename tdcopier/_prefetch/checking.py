@@ -75,7 +75,7 @@ def refuse_other_options(options: Mapping[str, Any]) -> None:
                     "device)",
                 )
             )
-    refuse_unknown_options("prefetch", options, "depth", "threaded")
+    refuse_unknown_options("prefetch", options, "depth", "threaded", "pack_in_workers")
 
 
 def has_draws_in_this_process(source: Any) -> bool:

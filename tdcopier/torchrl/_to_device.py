@@ -11,7 +11,7 @@ from torchrl.envs.transforms import Transform
 from typing_extensions import Unpack
 
 from tdcopier import _copy
-from tdcopier._options import CopyOptions, Device
+from tdcopier._options import CopyOptions, Device, refuse_unknown_options
 from tdcopier.torchrl._current_sample import current
 
 
@@ -46,6 +46,7 @@ class ToDevice(Transform):  # type: ignore[misc]
             TypeError, ValueError: as `start_copy`.
         """
         super().__init__()
+        refuse_unknown_options("ToDevice", options)
         self.device = with_index(device)
         self.options: CopyOptions = options
         _copy.start_copy((), self.device, **options)  # checks the options

@@ -43,7 +43,7 @@ CYCLIC = ("dict whose attributes are its items", "every container in another")
 def late(request, sim, device, copy_stream):
     """A leaf that is not staged and whose tree is not built until the test releases its stream."""
     tdcopier.limits.set_staging_bytes(4 << 20)
-    tdcopier.pinned.staging_buffer_bytes(device)
+    tdcopier.pinned.staging_bytes(device)
     return torch.ones(2 << 20)  # needs two staging buffers, and there is one
 
 

@@ -308,6 +308,11 @@ def test_a_parcel_taken_for_its_tree_says_what_to_do():
         tdcopier.collate([parcel, parcel])
 
 
+def test_memory_that_is_none_is_refused():
+    with pytest.raises(TypeError, match=r"^out must be a tensor or a buffer: .*'int'"):
+        pack([torch.ones(2)], out=5)
+
+
 def test_out_is_the_memory_of_the_parcel(device):
     tree = tree_of(1)
     size = pack(tree).nbytes

@@ -18,16 +18,16 @@ def test_staging_never_exceeds_its_limit_whatever_the_size_of_the_data(device, b
     source = torch.randint(0, 255, (50 << 20,), dtype=torch.uint8)
     handle = tdcopier.start_copy([source, torch.ones(3)], device)
     assert torch.equal(handle.get()[0].cpu(), source)
-    assert tdcopier.pinned.staging_buffer_bytes(device) <= buffers * BUFFER_BYTES
+    assert tdcopier.pinned.staging_bytes(device) <= buffers * BUFFER_BYTES
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("buffers", [1, 3])
 def test_the_pinned_allocator_never_gave_more_than_the_limit(sim, device, buffers):
     tdcopier.limits.set_staging_bytes(BUFFER_BYTES)
-    held = sum(tdcopier.pinned.staging_buffer_bytes(f"sim:{i}") for i in range(2))
+    held = sum(tdcopier.pinned.staging_bytes(f"sim:{i}") for i in range(2))
     tdcopier.limits.set_staging_bytes(buffers * BUFFER_BYTES)
-    before = sim.pinned_bytes().in_use - tdcopier.pinned.staging_buffer_bytes(device)
+    before = sim.pinned_bytes().in_use - tdcopier.pinned.staging_bytes(device)
     seen = []
     done = threading.Event()
 
@@ -49,15 +49,14 @@ def test_staging_is_counted_as_the_pinned_allocator_counts_it(sim, device):
     tdcopier.copy(torch.ones(30 << 20, dtype=torch.uint8), device)
     assert (
         0
-        < tdcopier.pinned.staging_buffer_bytes("sim:0")
-        + tdcopier.pinned.staging_buffer_bytes("sim:1")
+        < tdcopier.pinned.staging_bytes("sim:0") + tdcopier.pinned.staging_bytes("sim:1")
         <= sim.pinned_bytes().current
     )
 
 
 def test_a_small_copy_that_finds_no_staging_does_not_hold_up_the_call(stall, device, copy_stream):
     tdcopier.limits.set_staging_bytes(BUFFER_BYTES)
-    tdcopier.pinned.staging_buffer_bytes(device)
+    tdcopier.pinned.staging_bytes(device)
     with stall(copy_stream):
         first = tdcopier.start_copy([torch.full((3,), 1.0)], device)
         second = tdcopier.start_copy([torch.full((3,), 2.0)], device)  # hangs if it waits
@@ -86,7 +85,7 @@ def test_a_device_bound_loop_holds_a_handful_of_batches(device, accelerator):
     accelerator.synchronize()
     assert seen.sum().item() == 200
     assert batch_bytes <= peak <= 6.5 * batch_bytes  # the limit is 4: five, and one being freed
-    assert tdcopier.pinned.staging_buffer_bytes(device) <= 64 * 1024 * 1024
+    assert tdcopier.pinned.staging_bytes(device) <= 64 * 1024 * 1024
 
 
 def busy(device: str, stream: torch.Stream) -> None:

@@ -266,11 +266,12 @@ def test_the_environment_variable_turns_it_on(value, answer):
     assert run_python(PROGRAM, TDCOPIER_CHECK=value) == answer + "\n"
 
 
-def test_another_value_of_the_variable_is_refused():
+@pytest.mark.parametrize("variable", ["TDCOPIER_CHECK", "TDCOPIER_TIME_STEPS"])
+def test_another_value_of_the_variable_is_refused(variable):
     program = """
         try:
             import tdcopier
         except ValueError as error:
             print(error)
     """
-    assert run_python(program, TDCOPIER_CHECK="yes") == "TDCOPIER_CHECK must be 0 or 1; got 'yes'\n"
+    assert run_python(program, **{variable: "yes"}) == f"{variable} must be 0 or 1; got 'yes'\n"

@@ -27,9 +27,9 @@ def test_what_arrives_on_the_host_is_pinned_unless_the_caller_wants_none(device,
 
 
 def test_pinned_results_do_not_count_as_staging(device):
-    before = tdcopier.pinned.staging_buffer_bytes(device)
+    before = tdcopier.pinned.staging_bytes(device)
     tdcopier.copy([ramp(device, 10), ramp(device, 70_000)], "cpu")
-    assert tdcopier.pinned.staging_buffer_bytes(device) == before
+    assert tdcopier.pinned.staging_bytes(device) == before
 
 
 @pytest.mark.sim

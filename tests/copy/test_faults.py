@@ -52,7 +52,7 @@ def test_one_window_fails_while_others_are_in_flight(sim, device, copy_stream, w
         with pytest.raises(torch.AcceleratorError):
             handle.get()
         assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
-        assert tdcopier.pinned.staging_buffer_bytes(device) <= buffers * BUFFER_BYTES
+        assert tdcopier.pinned.staging_bytes(device) <= buffers * BUFFER_BYTES
     assert are_released([alive])
     assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
     del handle
@@ -83,7 +83,7 @@ def test_copies_that_wait_for_staging_go_on_when_another_fails(sim, device, copy
                 assert values_of(moved) == {i}
         assert fault.struck in message
     assert failed == 1
-    assert tdcopier.pinned.staging_buffer_bytes(device) <= buffers * BUFFER_BYTES
+    assert tdcopier.pinned.staging_bytes(device) <= buffers * BUFFER_BYTES
     assert_no_staging_is_lost(device)
 
 
@@ -96,16 +96,16 @@ def test_staging_stays_within_its_bound_when_the_device_fails_again_and_again(si
                 handle.get()
             assert fault.fired
             assert (
-                tdcopier.pinned.staging_buffer_bytes(device) <= 2 * BUFFER_BYTES
+                tdcopier.pinned.staging_bytes(device) <= 2 * BUFFER_BYTES
             )  # does not raise either
         del handle
-        assert tdcopier.pinned.staging_buffer_bytes(device) <= 2 * BUFFER_BYTES
+        assert tdcopier.pinned.staging_bytes(device) <= 2 * BUFFER_BYTES
     assert_no_staging_is_lost(device)
 
 
 def test_staging_that_cannot_be_pinned_waits_for_a_buffer_that_comes_back(sim, device, copy_stream):
     tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
-    tdcopier.pinned.staging_buffer_bytes(device)
+    tdcopier.pinned.staging_bytes(device)
     first, second = torch.full((1_000,), 1.0), torch.full((1_000,), 2.0)
     with sim.hold(copy_stream):
         before = tdcopier.start_copy([first], device)  # occupies the only buffer
@@ -268,7 +268,7 @@ def test_a_failed_delegated_leaf_does_not_end_a_copy_that_still_reads_its_source
 ):
     """ready() lets the caller write to the sources, so not while workers still read them."""
     tdcopier.limits.set_staging_bytes(BUFFER_BYTES)
-    tdcopier.pinned.staging_buffer_bytes(device)
+    tdcopier.pinned.staging_bytes(device)
     large = torch.full((3 * BUFFER_BYTES // 4,), 1.0)
     delegated = torch.ones(4).to(other_device).requires_grad_()
     with sim.hold(copy_stream), sim.fail_transfer(direction="d2d") as fault:

@@ -84,7 +84,7 @@ def test_without_packing_every_leaf_has_its_own_memory_and_transfer(ends):
 
 
 def test_without_pinned_staging_nothing_is_pinned(device):
-    before = tdcopier.pinned.staging_buffer_bytes(device)
+    before = tdcopier.pinned.staging_bytes(device)
     tree = [torch.randn(70000), *LEAVES]
     for background in (False, True):
         handle = tdcopier.start_copy(
@@ -93,7 +93,7 @@ def test_without_pinned_staging_nothing_is_pinned(device):
         assert_same(handle.get(), oracle(tree, device))
         dtypes = {leaf.dtype for leaf in LEAVES if leaf.nbytes}
         assert handle.stats.transfers == 1 + len(dtypes)
-    assert tdcopier.pinned.staging_buffer_bytes(device) == before
+    assert tdcopier.pinned.staging_bytes(device) == before
 
 
 def test_large_work_goes_to_the_background_and_small_work_does_not(device):

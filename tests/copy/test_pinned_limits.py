@@ -125,7 +125,7 @@ def test_the_use_includes_staging_and_torchs_memory(device):
     tdcopier.copy(torch.zeros(3 * MIB), device)
     kept = torch.zeros(5 * MIB, dtype=torch.uint8).pin_memory()
     now = tdcopier.pinned.usage()
-    assert now.staging_bytes >= tdcopier.pinned.staging_buffer_bytes(device) > 0
+    assert now.staging_bytes >= tdcopier.pinned.staging_bytes(device) > 0
     assert now.torch_bytes is None or now.torch_bytes >= now.staging_bytes + kept.numel()
     assert now.limit_bytes == LIMIT > 0
 

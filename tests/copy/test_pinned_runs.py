@@ -46,9 +46,7 @@ def test_nothing_of_them_goes_through_staging_buffers(sim, device, copy_stream):
     base = pinned_rows()
     expected = list(base.to(device).unbind())
     tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
-    assert (
-        tdcopier.pinned.staging_buffer_bytes(device) <= _C.STAGING_BUFFER_BYTES
-    )  # releases the others
+    assert tdcopier.pinned.staging_bytes(device) <= _C.STAGING_BUFFER_BYTES  # releases the others
     with sim.hold(copy_stream):
         tdcopier.start_copy([torch.ones(2)], device)  # occupies the only one
         tdcopier.limits.set_staging_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)

@@ -58,7 +58,7 @@ def test_a_key_whose_hash_asks_the_handle_does_no_harm(device):
 @pytest.mark.parametrize("background", [True, False])
 def test_staging_that_is_waited_for_leaves_the_gil_free(sim, device, copy_stream, background):
     tdcopier.limits.set_staging_bytes(4 << 20)
-    tdcopier.pinned.staging_buffer_bytes(device)
+    tdcopier.pinned.staging_bytes(device)
     hold = sim.hold(copy_stream)
     first = tdcopier.start_copy([torch.ones(3)], device)
     with let_go_without_the_gil(hold):

@@ -30,7 +30,7 @@ def test_it_waits_until_the_last_byte_was_read_and_leaves_the_gil_free(
 ):
     """The second staging buffer, or the only pageable transfer, waits for the held stream."""
     tdcopier.limits.set_staging_bytes(4 << 20)
-    tdcopier.pinned.staging_buffer_bytes(device)
+    tdcopier.pinned.staging_bytes(device)
     leaf = torch.full((2 << 20,), 1.0)
     hold = sim.hold(copy_stream)
     handle = tdcopier.start_copy([leaf], device, use_pinned_staging=pinned)
@@ -108,7 +108,7 @@ def test_it_may_be_called_again_and_after_the_copy_is_done(away, accelerator):
 def test_a_host_thread_that_waits_is_let_go_with_the_others(stall, device, copy_stream):
     """Several threads wait for one copy at once."""
     tdcopier.limits.set_staging_bytes(4 << 20)
-    tdcopier.pinned.staging_buffer_bytes(device)
+    tdcopier.pinned.staging_bytes(device)
     leaf = torch.full((2 << 20,), 1.0)
     with stall(copy_stream):
         handle = tdcopier.start_copy([leaf], device)

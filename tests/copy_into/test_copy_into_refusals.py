@@ -162,7 +162,8 @@ REFUSED = {
     ),
     "an opaque value for a leaf": Refused(
         lambda: (two(), 3),
-        "source['x'] is a Tensor, a leaf, but destination['x'] is a int, which is opaque" + REACHED,
+        "source['x'] is a Tensor, a leaf, but destination['x'] is an int, which is opaque"
+        + REACHED,
     ),
     "a destination with a gradient": Refused(lambda: (two(), two().requires_grad_()), GRADIENT),
     "one for a delegated leaf": Refused(

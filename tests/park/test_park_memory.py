@@ -134,11 +134,11 @@ def test_large_storages_are_transferred_from_and_to_where_they_are(sim):
     parked = tdcopier.park(state)
     assert sim.counts().d2h == (5, 5 * 4 * LARGE)
     assert sim.counts().within == (0, 0)
-    staging = tdcopier.pinned.staging_buffer_bytes("sim")
+    staging = tdcopier.pinned.staging_bytes("sim")
     parked.resume()
     assert sim.counts().h2d == (5, 5 * 4 * LARGE)
     assert sim.counts().within == (0, 0)
-    assert tdcopier.pinned.staging_buffer_bytes("sim") == staging
+    assert tdcopier.pinned.staging_bytes("sim") == staging
 
 
 @pytest.mark.sim

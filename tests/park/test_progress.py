@@ -149,7 +149,7 @@ def test_another_thread_shows_nothing(device, terminal):
 @pytest.mark.parametrize("wrong", ["2", "no"])
 def test_a_variable_switches_it_off(device, terminal, monkeypatch, wrong):
     monkeypatch.setenv("TDCOPIER_PROGRESS", "0")
-    monkeypatch.setattr(_limits, "shows_progress", _limits._progress_from_environment())
+    monkeypatch.setattr(_limits, "shows_progress", _limits.is_on("TDCOPIER_PROGRESS", "1"))
     all_calls(device)
     assert list(_progress.show_rounds("label")(range(3))) == [0, 1, 2]
     assert terminal.getvalue() == ""
@@ -160,7 +160,7 @@ def test_a_variable_switches_it_off(device, terminal, monkeypatch, wrong):
             print(error)
     """
     told = run_python(code, TDCOPIER_PROGRESS=wrong)
-    assert told.strip() == f"TDCOPIER_PROGRESS={wrong!r}: give 0 or 1"
+    assert told.strip() == f"TDCOPIER_PROGRESS must be 0 or 1; got {wrong!r}"
 
 
 # ---- what it says --------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_a_source_may_fill_one_buffer_again_and_again(prefetch, elements):
 def test_the_source_is_not_asked_before_its_last_batch_was_read(sim, device, copy_stream):
     """The second staging buffer of a batch waits for the held stream."""
     tdcopier.limits.set_staging_bytes(_C.STAGING_BUFFER_BYTES)
-    tdcopier.pinned.staging_buffer_bytes(device)
+    tdcopier.pinned.staging_bytes(device)
     asked = []
 
     def counting() -> Iterator[Any]:

@@ -82,7 +82,7 @@ def test_each_device_has_the_staging_that_it_holds_and_its_gather(device, other_
     tdcopier.copy(torch.zeros(3 * _C.STAGING_BUFFER_BYTES, dtype=torch.uint8), device)
     for each in (device, other_device):
         found = of_device(each)
-        assert found["staging_bytes"] == tdcopier.pinned.staging_buffer_bytes(each)
+        assert found["staging_bytes"] == tdcopier.pinned.staging_bytes(each)
         assert found["gather"] == (
             "torch._foreach_copy_, without the kernel: it needs a CUDA device"
         )

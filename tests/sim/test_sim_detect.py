@@ -303,7 +303,7 @@ def staging(sim: ModuleType) -> Iterator[int]:
     """Leaves room for two staging buffers, of which at most one exists; returns their size."""
     size: int = _C.STAGING_BUFFER_BYTES
     tdcopier.limits.set_staging_bytes(size)
-    tdcopier.pinned.staging_buffer_bytes("sim:0")  # releases buffers over the limit
+    tdcopier.pinned.staging_bytes("sim:0")  # releases buffers over the limit
     tdcopier.limits.set_staging_bytes(2 * size)
     yield size
     tdcopier.limits.set_staging_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
@@ -320,10 +320,10 @@ def test_staging_that_is_kept_is_no_leak(sim: ModuleType, finds: Finds, staging:
 
     def replace() -> None:
         tdcopier.limits.set_staging_bytes(staging)
-        assert tdcopier.pinned.staging_buffer_bytes("sim:0") == staging
+        assert tdcopier.pinned.staging_bytes("sim:0") == staging
         tdcopier.limits.set_staging_bytes(2 * staging)
         copy()
-        assert tdcopier.pinned.staging_buffer_bytes("sim:0") == 2 * staging
+        assert tdcopier.pinned.staging_bytes("sim:0") == 2 * staging
 
     finds(lambda: (copy(), leak()), "leak", f"{staging} bytes of pinned memory", leaks=True)
     finds(copy, None, leaks=True)

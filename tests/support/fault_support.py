@@ -31,7 +31,7 @@ def leaves_on(places: list[str], elements: list[int], value: float) -> list[torc
 
 def in_use(sim: Any) -> tuple[int, ...]:
     """Returns the bytes in use on both devices, and the pinned bytes besides staging."""
-    staging = sum(tdcopier.pinned.staging_buffer_bytes(f"sim:{i}") for i in range(2))
+    staging = sum(tdcopier.pinned.staging_bytes(f"sim:{i}") for i in range(2))
     devices = [sim.memory_stats(i).allocated_bytes for i in range(2)]
     return (*devices, sim.pinned_bytes().in_use - staging)
 
@@ -74,8 +74,8 @@ def assert_no_staging_is_lost(target: str) -> None:
     if target == "cpu":
         return
     tdcopier.limits.set_staging_bytes(BUFFER_BYTES)
-    assert tdcopier.pinned.staging_buffer_bytes(target) <= BUFFER_BYTES
+    assert tdcopier.pinned.staging_bytes(target) <= BUFFER_BYTES
     (moved,) = tdcopier.copy([_three_windows()], target)
     assert values_of([moved]) == {3}
-    assert tdcopier.pinned.staging_buffer_bytes(target) == BUFFER_BYTES
+    assert tdcopier.pinned.staging_bytes(target) == BUFFER_BYTES
     tdcopier.limits.set_staging_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)

@@ -124,7 +124,7 @@ def others(batch: Batch, model: torch.nn.Module) -> None:
     assert_type(tdcopier.snapshot(model), tdcopier.Snapshot)
     assert_type(tdcopier.snapshot(model, on_unknown="warn"), tdcopier.Snapshot)
     tdcopier.checkpoint.SnapshotStager(on_unknown="ignore")
-    assert_type(tdcopier.pinned.staging_buffer_bytes("cuda"), int)
+    assert_type(tdcopier.pinned.staging_bytes("cuda"), int)
     assert_type(tdcopier.pinned.reserve(1), int)
     assert_type(tdcopier.pinned.trim(), int)
     assert_type(tdcopier.pinned.usage(), tdcopier.pinned.Usage)

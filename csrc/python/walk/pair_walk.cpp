@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -307,8 +309,8 @@ class PairWalk {
     }
     if (from.kind != to.kind) {
       refuse(
-          depth, " is a " + describe(source, from),
-          " is a " + describe(destination, to) +
+          depth, " is " + describe(source, from),
+          " is " + describe(destination, to) +
               ": both must be leaves, or containers that are reached in the same way (by key, by "
               "attribute or by index), or neither" +
               (is_stack(source, from) || is_stack(destination, to)
@@ -369,7 +371,9 @@ class PairWalk {
   static std::string describe(PyObject* object, const Half& half) {
     constexpr const char* kWhat[] = {", a leaf", ", which is opaque", ", a container by index",
                                      ", a container by key", ", a container by attribute"};
-    return std::string(Py_TYPE(object)->tp_name) + kWhat[static_cast<size_t>(half.kind)];
+    const std::string name = Py_TYPE(object)->tp_name;
+    const bool begins_with_vowel = std::string_view("aeiouAEIO").find(name[0]) != std::string::npos;
+    return (begins_with_vowel ? "an " : "a ") + name + kWhat[static_cast<size_t>(half.kind)];
   }
 
   void check_unchanged(bool unchanged, int depth) const {
