@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
     if error.name != "torchrl":
         raise
     raise ModuleNotFoundError(
-        "tdcopier.torchrl needs torchrl: pip install torchrl", name="torchrl"
+        "tdcopier.torchrl needs torchrl: pip install 'tdcopier[torchrl]'", name="torchrl"
     ) from error
 
 __all__ = [

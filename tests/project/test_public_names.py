@@ -245,7 +245,9 @@ def test_without_torchrl_its_part_says_how_to_get_it():
         except ModuleNotFoundError as error:
             print(error)
         """
-    assert run_python(program) == "tdcopier.torchrl needs torchrl: pip install torchrl\n"
+    assert (
+        run_python(program) == "tdcopier.torchrl needs torchrl: pip install 'tdcopier[torchrl]'\n"
+    )
 
 
 def test_the_handle_can_be_subscripted_where_annotations_run():
