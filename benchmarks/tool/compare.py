@@ -159,7 +159,7 @@ def time_rows(options: argparse.Namespace) -> int:
     turns.end()
     found = {
         "machine": machine.describe(device),
-        "site": str(options.child),
+        "site": options.child.resolve().name,  # not where: that is of the machine
         "version": package.__version__,
         "rows": rows,
         "failed": failed,

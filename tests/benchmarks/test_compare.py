@@ -88,6 +88,7 @@ def test_each_build_times_its_own_package_with_the_batches_of_this_checkout(tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(path.read_text("utf-8"))
     assert [result[build]["version"] for build in (compare.OLD, compare.NEW)] == ["1.old", "2.new"]
+    assert [result[build]["site"] for build in (compare.OLD, compare.NEW)] == ["1.old", "2.new"]
     assert [result[build]["failed"] for build in (compare.OLD, compare.NEW)] == [{}, {}]
     assert result["machine"]["device"] == "sim:0"
     rows = {row["row"] for row in result["rows"]}
