@@ -5,6 +5,8 @@ The simulated device is the witness; on CUDA the calls of the memory allocators 
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -56,14 +58,23 @@ def test_a_small_copy_to_the_host_makes_few_calls(sim, device):
 
 
 def test_hand_overs_to_several_streams_keep_the_limit(sim, device):
-    """The newest hand-over may have ended on one stream, while those on another are pending."""
+    """The newest hand-over may have ended on one stream, while those on another are pending.
+
+    The next copy waits for those that are pending only.
+    """
     busy, idle = torch.Stream(device), torch.Stream(device)
     source = small("cpu", 1)
     limit = 4
+    beyond = threading.Thread(target=lambda: tdcopier.start_copy(source, device).wait(idle))
     with sim.hold(busy):
         for _ in range(limit - 1):
             tdcopier.start_copy(source, device).wait(busy)
         for _ in range(2 * limit):
             tdcopier.start_copy(source, device).wait(idle)
             idle.synchronize()
+        tdcopier.start_copy(source, device).wait(busy)
+        beyond.start()
+        beyond.join(timeout=0.2)
+        assert beyond.is_alive()
+    beyond.join()
     torch.sim.synchronize()
