@@ -176,3 +176,26 @@ def test_a_store_that_compares_no_values_brings_ends_together_too():
         with pytest.raises(RuntimeError, match="another receiver with the name 'channel' is open"):
             distributed.receiver(**options)
     distributed.receiver(**options).close()
+
+
+@pytest.mark.parametrize("told", ["hello", "{}", "[]"])
+def test_a_receiver_whose_key_another_program_has_written_closes_and_leaves_it(told):
+    store = OwnStore()
+    rx = distributed.receiver(store=store, peer_timeout_s=TIMEOUT_S, host="127.0.0.1")
+    (key,) = store.values
+    store.set(key, told)
+    rx.close()
+    assert store.get(key).decode() == told
+
+
+def test_a_receiver_closes_when_a_store_of_ones_own_is_gone(monkeypatch):
+    """It raises what it likes, in a thread of the receiver."""
+
+    def check(keys: list[str]) -> bool:
+        raise ConnectionError("the store is gone")
+
+    store = OwnStore()
+    rx = distributed.receiver(store=store, peer_timeout_s=TIMEOUT_S, host="127.0.0.1")
+    monkeypatch.setattr(store, "check", check)
+    rx.close()
+    assert "the store is gone" in rx.problems
