@@ -42,8 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # variable is for the processes that tests start.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # A worker that shares nothing with its parent is forked from a server that has imported torch.
-    multiprocessing.set_forkserver_preload(["torch"])
+    # A worker that shares nothing with its parent is forked from a server that has imported these.
+    multiprocessing.set_forkserver_preload(["torch", "tensordict"])
     if DEVICE_TYPE not in ("sim", "cuda"):
         raise pytest.UsageError(f"TDCOPIER_TEST_DEVICE={DEVICE_TYPE!r}: give sim or cuda")
     if DEVICE_TYPE == "cuda" and not torch.cuda.is_available():
