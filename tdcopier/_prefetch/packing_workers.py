@@ -27,17 +27,28 @@ from tdcopier._prefetch.stats import PrefetchCounters
 class Unpacked(NamedTuple):
     """A batch that a worker could not pack, and sends as torch does."""
 
-    pickled: bytes
+    batch: Any
     why: str
 
-    @classmethod
-    def of(cls, batch: Any, why: str) -> Unpacked:
-        """Pickle it here: an error in the queue's thread would never reach the loop, which waits.
 
-        Raises:
-            Exception: it cannot be sent.
-        """
-        return cls(bytes(ForkingPickler.dumps(batch)), why)
+class _Sending:
+    """Such a batch on its way: pickled in the collate function, and read when it arrives.
+
+    An error in the queue's thread would never reach the loop, which waits; and the worker, whose
+    memory it may name, may have ended when its turn comes.
+    """
+
+    def __init__(self, batch: Any, why: str) -> None:
+        """Pickle it, or raise why it cannot be sent."""
+        self._pickled = bytes(ForkingPickler.dumps(batch))
+        self._why = why
+
+    def __reduce__(self) -> Any:
+        return _arrived, (self._pickled, self._why)
+
+
+def _arrived(pickled: bytes, why: str) -> Unpacked:
+    return Unpacked(ForkingPickler.loads(pickled), why)
 
 
 class PackingCollate:
@@ -47,7 +58,7 @@ class PackingCollate:
         """Take the loader's own function."""
         self._collate_fn = collate_fn
 
-    def __call__(self, samples: Any) -> Parcel | Unpacked:
+    def __call__(self, samples: Any) -> Parcel | _Sending:
         """Return the parcel of a batch, or the batch itself; raise what the function raises."""
         if self._collate_fn is pack:
             return pack(samples, out=memory_to_send)
@@ -61,11 +72,11 @@ class PackingCollate:
             parcel = pack(batch, out=memory_to_send)
         except Exception as error:  # torch may be able to send it
             try:
-                return Unpacked.of(batch, f"{type(error).__name__}: {error}")
+                return _Sending(batch, f"{type(error).__name__}: {error}")
             except Exception as of_torch:
                 raise error from of_torch
         if parcel.device.type != "cpu":  # torch sends memory of a device without a copy
-            return Unpacked.of(batch, f"its leaves are on {parcel.device}")
+            return _Sending(batch, f"its leaves are on {parcel.device}")
         return parcel
 
     def _stacked(self, samples: Any) -> Parcel | None:
@@ -130,7 +141,7 @@ class Packing:
         batch = next(iterator)
         if type(batch) is Unpacked:
             self._counters.why_unpacked = batch.why
-            return ForkingPickler.loads(batch.pickled)
+            return batch.batch
         if type(batch) is Parcel:
             self._counters.packed_batches += 1
             why_not = slabs.why_not_in_place(batch) if self._pins else _FOR_THE_HOST

@@ -194,6 +194,36 @@ def test_what_only_torch_can_send_arrives(device):
         assert "cannot be pickled" in (batches.stats.why_unpacked or "")
 
 
+class OneEndsFirst(IterableDataset[Any]):
+    """The second worker has one sample, and ends before the first one has made any."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info: Any = torch.utils.data.get_worker_info()
+        yield from [10] if info.id == 1 else self._slowly()
+
+    def _slowly(self) -> Iterator[Any]:
+        for number in range(3):
+            time.sleep(1 if number == 0 else 0)
+            yield number
+
+
+def with_a_tensor_and_a_pipe(samples: list[Any]) -> Any:
+    reader, _ = multiprocessing.Pipe(duplex=False)
+    return [torch.tensor(samples[0]), reader]
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_batches_that_only_torch_can_send_outlive_their_worker(device, strategy):
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    try:
+        loader = loader_of(OneEndsFirst(), with_a_tensor_and_a_pipe, size=1)
+        with tdcopier.prefetch(loader, device) as batches:
+            assert [number.item() for number, _ in batches] == [0, 10, 1, 2]
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
 def with_a_lock(samples: list[Any]) -> Any:
     return {"x": torch.ones(3), "lock": threading.Lock()}
 
