@@ -100,7 +100,7 @@ def collate(samples: Sequence[Any]) -> Any:
         TypeError: samples contain a value that cannot be stacked, or are no sequence.
         KeyError: a sample lacks a key of the first one.
         IndexError: there are no samples.
-        RecursionError: samples are nested more than 1000 deep, or contain themselves.
+        RecursionError: samples are nested too deep, or contain themselves.
     """
     walk = _Walk()
     plan = walk.plan_all(samples)

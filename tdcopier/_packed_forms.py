@@ -12,11 +12,12 @@ import importlib
 import itertools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tdcopier._containers import by_bases, dataclass_fields
-from tdcopier._containers.attributes import class_attribute, find_slots
+from tdcopier._containers.attributes import class_attribute, slots_of_class
 from tdcopier._containers.registry import rule_of
 from tdcopier._containers.rule import Rule
 
@@ -35,15 +36,15 @@ def packed_form(unflatten: Callable[..., Any], context: Any, children: int) -> _
         cls: type
         cls, attributes = context
         rest: Any = attributes or None  # a dict is no plain value
-        is_whole = _has_all_items(cls, children)
+        why_not = _why_no_tuple(cls, children)
     elif unflatten is dataclass_fields.DATACLASSES.unflatten:
         cls, places, others, in_slots = context
         rest = (_tuples(places), tuple(others.items()), tuple(sorted(in_slots)))
-        is_whole = _has_all_fields(cls, *rest)
+        why_not = _why_no_dataclass(cls, *rest)
     else:
         return None
     module, name = cls.__module__, cls.__qualname__
-    is_found = is_whole and _is_harmless(cls) and _class_named(module, name) is cls
+    is_found = why_not is None and _is_harmless(cls) and _class_named(module, name) is cls
     return (module, name, rest) if is_found else None
 
 
@@ -71,13 +72,20 @@ def from_packed_form(
     cls: Any = found
     rule = rule_of(cls)
     unflatten = rule.unflatten if isinstance(rule, Rule) else None
-    if unflatten is by_bases.TUPLES.unflatten and rest is None and _has_all_items(cls, children):
-        return cls, unflatten, (cls, {})
-    if unflatten is dataclass_fields.DATACLASSES.unflatten and _is_dataclass_form(rest, children):
+    why_not: str | None = None
+    if unflatten is by_bases.TUPLES.unflatten and rest is None:
+        why_not = _why_no_tuple(cls, children)
+        if why_not is None:
+            return cls, unflatten, (cls, {})
+    elif unflatten is dataclass_fields.DATACLASSES.unflatten and _is_dataclass_form(rest, children):
         places, others, in_slots = rest
-        if _has_all_fields(cls, *rest):
+        why_not = _why_no_dataclass(cls, *rest)
+        if why_not is None:
             return cls, unflatten, (cls, [list(names) for names in places], dict(others), in_slots)
-    raise ValueError(f"the parcel has a {cls.__qualname__} that cannot be rebuilt")
+    raise ValueError(
+        f"the parcel has a {cls.__qualname__} that cannot be rebuilt"
+        + (f": {why_not}" if why_not else "")
+    )
 
 
 def are_current(classes: Sequence[tuple[str, str, type]]) -> bool:
@@ -117,34 +125,49 @@ def _can_be_made(cls: Any) -> bool:
     return True
 
 
-def _has_all_items(cls: Any, children: int) -> bool:
+def _why_no_tuple(cls: Any, children: int) -> str | None:
+    """Return why there is no such tuple, or None if there is."""
     names = class_attribute(cls, "_fields")
-    return not isinstance(names, tuple) or len(names) == children
+    if not isinstance(names, tuple) or len(names) == children:
+        return None
+    return f"it has {children} items for {len(names)} fields"
 
 
-def _has_all_fields(
+class _Names(NamedTuple):
+    """Of the attributes of a dataclass."""
+
+    slots: frozenset[str]
+    wanted: frozenset[str]
+    """Fields that each object has to store: the class has no default, nor a property."""
+
+
+_names: weakref.WeakKeyDictionary[type, _Names] = weakref.WeakKeyDictionary()
+
+
+def _names_of(cls: Any) -> _Names:
+    names = _names.get(cls)
+    if names is None:
+        slots = frozenset(name for _, name in slots_of_class(cls))
+        of_the_class = {name for base in cls.__mro__ for name in vars(base)} - slots
+        fields = {field.name for field in dataclasses.fields(cls)}
+        names = _names[cls] = _Names(slots, frozenset(fields - of_the_class))
+    return names
+
+
+def _why_no_dataclass(
     cls: Any,
     places: Sequence[Sequence[str]],
     others: Sequence[tuple[str, Any]],
     in_slots: Collection[str],
-) -> bool:
-    """Return whether such a dataclass has each field, and nothing twice or out of place."""
-    names = [*itertools.chain.from_iterable(places), *(name for name, _ in others)]
-    given, slots = set(names), {name for _, name in find_slots(cls)}
-    fields = [field.name for field in dataclasses.fields(cls)]
-    return (
-        len(given) == len(names)
-        and all(places)
-        and len(places) <= len(fields)
-        and given & slots == set(in_slots)
-        and (given <= slots or cls.__dictoffset__ != 0)
-        and all(name in given or _is_of_the_class(cls, name, slots) for name in fields)
-    )
-
-
-def _is_of_the_class(cls: Any, name: str, slots: Collection[str]) -> bool:
-    """Return whether an object has this attribute without storing it: a default, or a property."""
-    return name not in slots and any(name in vars(base) for base in cls.__mro__)
+) -> str | None:
+    """Return why there is no such dataclass, or None if there is."""
+    given = {*itertools.chain.from_iterable(places), *(name for name, _ in others)}
+    slots, wanted = _names_of(cls)
+    if not given >= wanted:
+        return f"it has no {', '.join(sorted(wanted - given))}"
+    if given & slots != set(in_slots) or (not cls.__dictoffset__ and not given <= slots):
+        return "the class has other slots"
+    return None if all(places) else "a child has no place"
 
 
 def _tuples(rows: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:

@@ -31,17 +31,22 @@ _slots: weakref.WeakKeyDictionary[type, tuple[tuple[int, str], ...]] = weakref.W
 def slots_of(value: Any) -> dict[str, Any]:
     """Return what the object has in slots."""
     cls = type(value)
-    slots = _slots.get(cls)
-    if slots is None:
-        slots = _slots[cls] = find_slots(cls)
     found: dict[str, Any] = {}
-    for index, name in slots:
+    for index, name in slots_of_class(cls):
         with contextlib.suppress(AttributeError):  # it is empty
             found[name] = vars(cls.__mro__[index])[name].__get__(value)
     return found
 
 
-def find_slots(cls: type) -> tuple[tuple[int, str], ...]:
+def slots_of_class(cls: type) -> tuple[tuple[int, str], ...]:
+    """Return the name of each slot, after the index of its class in the method resolution order."""
+    slots = _slots.get(cls)
+    if slots is None:
+        slots = _slots[cls] = _find_slots(cls)
+    return slots
+
+
+def _find_slots(cls: type) -> tuple[tuple[int, str], ...]:
     found: dict[str, int] = {}
     for index, base in enumerate(cls.__mro__):
         if base.__flags__ & _HEAP_TYPE:  # others have members, such as the factory of a defaultdict

@@ -64,7 +64,7 @@ def tensors_in(
             `.to` of a tensor knows its memory.
         ValueError: the memory of a tensor is not one strided piece that a device can copy; no
             tensor has device memory.
-        RecursionError: containers are nested more than 1000 deep, or contain themselves.
+        RecursionError: containers are nested too deep, or contain themselves.
     """
     walk = _Walk(gradients, HidingPlaces(on_unknown, is_parking, owners))
     walk.value(state, "state")
