@@ -145,7 +145,8 @@ def _end_with(process: int, sentinel: int) -> None:
         ended = os.pidfd_open(process)
     except ProcessLookupError:
         os._exit(1)
-    except OSError:  # an old kernel; the pipe tells it once no process that was forked has it
+    except (OSError, AttributeError):  # an old kernel, or a Python that was built on one
+        # The pipe tells it once no process that was forked has it.
         ended = sentinel
     wait_for_any([ended])
     os._exit(1)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from sim_support import becomes
+from support import run_python
 from torch.utils.data import DataLoader, Dataset
 
 import tdcopier
@@ -54,6 +55,29 @@ def test_workers_end_with_the_process_that_trains(context, elements):
         finally:
             trains.kill()
     assert are_gone(workers)
+
+
+def test_a_process_ends_with_another_where_python_has_no_pidfds():
+    """A Python that was built on an old system has none, whatever the kernel."""
+    program = """
+    import os
+    from tdcopier import _slabs
+
+    vars(os).pop("pidfd_open", None)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        try:
+            _slabs._end_with(os.getppid(), reader)
+        finally:
+            os._exit(2)
+    os.close(reader)
+    print(os.waitpid(child, os.WNOHANG)[0])
+    os.close(writer)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert run_python(program).split() == ["0", "1"]
 
 
 class Numbers(Dataset[torch.Tensor]):
