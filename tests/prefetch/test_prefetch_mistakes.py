@@ -56,7 +56,7 @@ def test_options_that_have_another_way_in_prefetch_say_which(prefetch):
 def test_an_unknown_option_names_prefetch_and_what_it_takes(prefetch):
     with pytest.raises(
         TypeError,
-        match=r"^prefetch\(\) got .* 'pinned': its options are depth, threaded, .*on_unknown$",
+        match=r"^prefetch\(\) got .* 'pinned': .* depth, threaded, pack_in_workers, .*on_unknown$",
     ):
         prefetch([batch(0)], pinned=True)
     with pytest.raises(TypeError, match=r"^prefetch\(\) takes no non_blocking"):

@@ -333,3 +333,8 @@ def test_importing_tdcopier_imports_no_torchrl():
         print([name for name in sys.modules if name.split(".")[0] in ("torchrl", "tensordict")])
         """
     )
+
+
+def test_an_unknown_option_of_the_transform_is_told_in_its_name(device):
+    with pytest.raises(TypeError, match=r"^ToDevice\(\) got .* 'devicex': its options are use"):
+        ToDevice(device, devicex=device)
